@@ -1,0 +1,1 @@
+"""Checkpoint directories: what must be in them, reading one rank's share, writing random ones."""

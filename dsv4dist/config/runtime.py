@@ -1,0 +1,77 @@
+"""The options of one run, with the names that vLLM users know, and the limits derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dsv4dist.errors import ConfigError, one_error
+
+DEFAULT_MAX_MODEL_LEN = 32768
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "device": ("auto", "cpu", "cuda", "rocm"),
+    "dtype": ("auto", "bfloat16", "float32"),
+    "kv_cache_dtype": ("auto", "fp8_ds_mla", "bfloat16", "float32"),
+    "kernels": ("auto", "reference", "triton", "aiter"),
+    "distributed_executor_backend": ("ray", "local"),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a user chooses. `check()` refuses values that no model could use; resolving against a model comes later."""
+
+    model: str | Path
+    tensor_parallel_size: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; None = the model's maximum, at most DEFAULT_MAX_MODEL_LEN."""
+    max_num_seqs: int = 64
+    """Requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one step."""
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    """Bytes per rank for all caches; None = what max_num_seqs requests of max_model_len need, at most what fits."""
+    enforce_eager: bool = False
+    kernels: str = "auto"
+    address: str = "auto"
+    """Ray: `auto` joins the cluster that RAY_ADDRESS names and else starts a private one, `local`, or HOST:PORT."""
+    seed: int = 0
+    """Seed of requests that bring none; the i-th such request of an engine uses seed + i."""
+    distributed_executor_backend: str = "ray"
+    """`ray`: one actor per rank. `local`: one rank inside the calling process."""
+    placement_timeout_s: float = 60.0
+    step_timeout_s: float = 300.0
+
+    def check(self) -> None:
+        """Refuse impossible values.  Raises: ConfigError naming each option, the value found and what is allowed."""
+        problems = [
+            f"{_flag(name)} is {getattr(self, name)!r}; choose from {', '.join(choices)}"
+            for name, choices in CHOICES.items()
+            if getattr(self, name) not in choices
+        ]
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                problems.append(f"{_flag(name)} is {getattr(self, name)}; expected at least 1")
+        for name in ("max_model_len", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{_flag(name)} is {value}; expected at least 1")
+        for name in ("placement_timeout_s", "step_timeout_s"):
+            if getattr(self, name) <= 0:
+                problems.append(f"{_flag(name)} is {getattr(self, name)}; expected seconds above 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            problems.append(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; expected above 0, at most 1")
+        if self.distributed_executor_backend == "local" and self.tensor_parallel_size != 1:
+            problems.append("the local executor holds one rank; use the ray executor for more")
+        if problems:
+            raise one_error(ConfigError, "options", problems)
+
+
+def _flag(name: str) -> str:
+    assert name in {field.name for field in fields(EngineConfig)}, name
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,1 @@
+"""Tensor parallelism: who owns which slice, and the collectives between the owners."""
