@@ -7,6 +7,7 @@ Releases write `compress_ratios`, `num_hash_layers` and a flat `rope_scaling`; d
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any
 from dsv4dist.errors import ConfigError, one_error
 
 MODEL_TYPE = "deepseek_v4"
+
+
+_COMPRESS_RATIO = {"swa": 1, "csa": 4, "hca": 128}
 
 
 class LayerKind(Enum):
@@ -27,7 +31,7 @@ class LayerKind(Enum):
     @property
     def compress_ratio(self) -> int:
         """Tokens per compressed entry; 1 where there are none."""
-        return {"swa": 1, "csa": 4, "hca": 128}[self.value]
+        return _COMPRESS_RATIO[self.value]
 
     @property
     def overlap(self) -> int:
@@ -89,7 +93,7 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
     @property
     def group_input_size(self) -> int:

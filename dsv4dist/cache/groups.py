@@ -1,0 +1,89 @@
+"""The cache groups of a model: caches of one group share block numbers and block tables (attention spec 2.7). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4dist.config.model import LayerKind, ModelConfig
+
+WINDOW_BLOCK_TOKENS = 64
+COMPRESSED_BLOCK_TOKENS = 256
+STATE_BLOCK_TOKENS = {LayerKind.CSA: 4, LayerKind.HCA: 8}
+
+WINDOW, COMPRESSED = "window", "compressed"
+STATE = {LayerKind.CSA: "csa_state", LayerKind.HCA: "hca_state"}
+GROUP_NAMES = (WINDOW, COMPRESSED, STATE[LayerKind.CSA], STATE[LayerKind.HCA])
+"""Every group there can be, in the order used wherever groups are listed."""
+
+STATE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Caches with one block table.
+
+    block_tokens  tokens per block (a compressed cache stores block_tokens / ratio entries)
+    window        tokens back from the newest that must stay readable, itself included; None = all of them
+    block_bytes   bytes of one block over all layers of the group
+    """
+
+    name: str
+    block_tokens: int
+    window: int | None
+    block_bytes: int
+
+    def live_blocks(self, num_requests: int, num_step_tokens: int, max_model_len: int) -> int:
+        """Blocks that `num_requests` requests hold at most, with `num_step_tokens` new tokens among them."""
+        if self.window is None:
+            return num_requests * -(-max_model_len // self.block_tokens)
+        per_request = -(-(self.window - 1) // self.block_tokens) + 2
+        return num_requests * per_request + -(-num_step_tokens // self.block_tokens)
+
+
+def cache_groups(config: ModelConfig, cache_itemsize: int) -> tuple[CacheGroup, ...]:
+    """The groups that this model needs, for caches of `cache_itemsize` bytes per channel; states are fp32."""
+    count = {kind: config.layer_kinds.count(kind) for kind in LayerKind}
+    csa, hca = count[LayerKind.CSA], count[LayerKind.HCA]
+    row, index_row = config.head_dim * cache_itemsize, config.index_head_dim * cache_itemsize
+    groups = [
+        CacheGroup(
+            WINDOW,
+            WINDOW_BLOCK_TOKENS,
+            config.sliding_window,
+            config.num_hidden_layers * WINDOW_BLOCK_TOKENS * row,
+        )
+    ]
+    if csa or hca:
+        csa_bytes = csa * (COMPRESSED_BLOCK_TOKENS // LayerKind.CSA.compress_ratio) * (row + index_row)
+        hca_bytes = hca * (COMPRESSED_BLOCK_TOKENS // LayerKind.HCA.compress_ratio) * row
+        groups.append(CacheGroup(COMPRESSED, COMPRESSED_BLOCK_TOKENS, None, csa_bytes + hca_bytes))
+    for kind, dims in ((LayerKind.CSA, config.head_dim + config.index_head_dim), (LayerKind.HCA, config.head_dim)):
+        if count[kind]:
+            tokens = STATE_BLOCK_TOKENS[kind]
+            width = 2 * kind.overlap * dims
+            window = kind.overlap * kind.compress_ratio
+            groups.append(CacheGroup(STATE[kind], tokens, window, count[kind] * tokens * width * STATE_BYTES))
+    return tuple(groups)
+
+
+def plan_num_blocks(
+    groups: tuple[CacheGroup, ...],
+    memory_bytes: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+) -> dict[str, int]:
+    """How many blocks of each group to allocate in `memory_bytes` of one rank.
+
+    Groups with a window get what the largest step can need, so that they never run out; the compressed group gets the
+    rest, at most what max_num_seqs requests of max_model_len need.  Where the windows alone do not fit, counts are
+    negative.
+    """
+    need = {group.name: group.live_blocks(max_num_seqs, max_num_batched_tokens, max_model_len) for group in groups}
+    left = memory_bytes - sum(need[group.name] * group.block_bytes for group in groups if group.window is not None)
+    for group in groups:
+        if group.window is None:
+            need[group.name] = min(need[group.name], left // group.block_bytes)
+        elif left < 0:
+            need[group.name] = -1
+    return need

@@ -1,0 +1,75 @@
+"""Options + config.json + machine -> the one configuration that every rank gets."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsv4dist.config.model import ModelConfig, load_model_config
+from dsv4dist.config.runtime import DEFAULT_MAX_MODEL_LEN, EngineConfig
+from dsv4dist.errors import ConfigError, UnsupportedError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What a rank needs to build its share: plain values only, so that it can be sent to another machine."""
+
+    directory: Path
+    model: ModelConfig
+    tp_size: int
+    device: str
+    """`cpu` or `cuda`; `cuda` is torch's name for AMD GPUs too."""
+    dtype: str
+    kv_cache_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    kernels: str
+    poison_memory: bool
+
+
+def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
+    """Fill in every `auto`.  Raises: ConfigError, UnsupportedError; logs the choices in one line."""
+    options.check()
+    directory = Path(options.model)
+    model = load_model_config(directory)
+    device = _device(options.device, gpu_available)
+    dtype = options.dtype if options.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
+    kv_cache_dtype = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else dtype
+    if kv_cache_dtype == "fp8_ds_mla":
+        raise UnsupportedError(
+            "--kv-cache-dtype fp8_ds_mla: the reference kernels store bfloat16 or float32; use one of those"
+        )
+    max_model_len = options.max_model_len or min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}; the model's max_position_embeddings is "
+            f"{model.max_position_embeddings}"
+        )
+    log.info("device %s, dtype %s, cache %s, max_model_len %d", device, dtype, kv_cache_dtype, max_model_len)
+    return RunConfig(
+        directory=directory.resolve(),
+        model=model,
+        tp_size=options.tensor_parallel_size,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        kernels=options.kernels,
+        poison_memory=options.poison_memory,
+    )
+
+
+def _device(wanted: str, gpu_available: bool) -> str:
+    if wanted == "auto":
+        return "cuda" if gpu_available else "cpu"
+    return "cpu" if wanted == "cpu" else "cuda"

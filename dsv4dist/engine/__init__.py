@@ -1,0 +1,1 @@
+"""The driver: requests in, tokens out. No device code."""

@@ -1,0 +1,301 @@
+"""The engine: checks requests, plans steps, has the ranks run them, and turns their results into outputs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from dsv4dist.cache.blocks import BlockManager
+from dsv4dist.cache.groups import cache_groups
+from dsv4dist.config.resolve import RunConfig, resolve
+from dsv4dist.config.runtime import EngineConfig
+from dsv4dist.distributed.tp import check_tp_size
+from dsv4dist.engine.request import Request, RequestOutput, SamplingParams, ScoreOutput
+from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
+from dsv4dist.engine.step_plan import build_step_plan
+from dsv4dist.engine.tokenizer import encode_prompt, load_tokenizer
+from dsv4dist.errors import ConfigError, RequestError, WorkerError
+from dsv4dist.workers.executor import Executor, StepResult
+from dsv4dist.workers.packet import RowKind, StepPlan
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Serves requests with one model; a context manager, since it owns processes.
+
+    Raises on construction: ConfigError, CheckpointError, UnsupportedError before anything is started; PlacementError
+    and WorkerError while the ranks start.
+    """
+
+    def __init__(self, options: EngineConfig) -> None:
+        from dsv4dist.checkpoint.sources import check_checkpoint
+
+        options.check()
+        self.config = resolve(options, gpu_available=_gpu_available(options))
+        check_tp_size(self.config.model, self.config.tp_size)
+        check_checkpoint(self.config.directory, self.config.model)
+        self.tokenizer = load_tokenizer(self.config.directory)
+        self._default_seeds = itertools.count(options.seed)
+        self._executor = _make_executor(options, self.config)
+        try:
+            self.report = self._executor.start()
+            self._scheduler = self._make_scheduler()
+        except BaseException:
+            self._executor.shutdown()
+            raise
+        self._step_ids = itertools.count()
+        self._finished: list[Request] = []
+        self._tokens_done = self._tokens_max = 0
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """End every rank; safe to call twice and from an exception handler."""
+        self._executor.shutdown()
+
+    def submit(self, prompt: Prompt, params: SamplingParams, request_id: str) -> None:
+        """Queue a request.  Raises: RequestError naming what is wrong with it; nothing is queued then."""
+        params.check()
+        prompt_ids = self._prompt_ids(prompt)
+        limit = self.config.max_model_len
+        if len(prompt_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens; with max_model_len = {limit} it may have {limit - 1}"
+            )
+        self._add(request_id, prompt_ids, params, min(len(prompt_ids) + params.max_tokens, limit), RowKind.SAMPLE)
+
+    def stream_all(self) -> Iterator[RequestOutput]:
+        """Serve everything that was submitted; yields each request when it is finished.
+
+        Raises: WorkerError when the ranks are lost, after an "error" output for each unfinished request.
+        """
+        failure = None
+        while self._scheduler.unfinished and failure is None:
+            try:
+                self._step()
+            except WorkerError as error:
+                failure = error
+                self._fail_unfinished(str(error))
+            yield from map(self._output, self._take_finished())
+        if failure is not None:
+            raise failure
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """Serve `prompts`; yields the state of a request each time it has one more token, the finished state last."""
+        requests = self._submit_many(prompts, params)
+        seen = dict.fromkeys(requests, 0)
+        while any(request.finish_reason is None for request in requests):
+            try:
+                self._step()
+            except WorkerError as error:
+                self._fail_unfinished(str(error))
+                raise
+            self._take_finished()
+            for request in requests:
+                if len(request.output_token_ids) > seen[request]:
+                    seen[request] = len(request.output_token_ids)
+                    yield self._output(request)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Serve `prompts` to the end; outputs in their order.  Raises: RequestError, WorkerError."""
+        requests = self._submit_many(prompts, params or SamplingParams())
+        for _ in self.stream_all():
+            pass
+        return [self._output(request) for request in requests]
+
+    def score(
+        self,
+        sequences: Sequence[Prompt],
+        return_logits: bool = False,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[ScoreOutput]:
+        """Log-probability of every token of `sequences`, and on demand the logits of every position.
+
+        Raises: RequestError before anything runs; WorkerError.
+        """
+        ids = list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))]
+        token_ids = [self._prompt_ids(sequence) for sequence in sequences]
+        for tokens in token_ids:
+            if len(tokens) > self.config.max_model_len:
+                raise RequestError(
+                    f"the sequence has {len(tokens)} tokens; max_model_len is {self.config.max_model_len}"
+                )
+        kind = RowKind.SCORE_LOGITS if return_logits else RowKind.SCORE
+        requests = [
+            self._add(request_id, tokens, SamplingParams(), len(tokens), kind)
+            for request_id, tokens in zip(ids, token_ids, strict=True)
+        ]
+        for _ in self.stream_all():
+            pass
+        return [_score_output(request, return_logits) for request in requests]
+
+    def progress(self) -> tuple[int, int]:
+        """Tokens computed, and tokens that everything submitted so far needs at most."""
+        return self._tokens_done, self._tokens_max
+
+    def _step(self) -> None:
+        """Plan one step, have it run, and account for what came back."""
+        chosen = self._scheduler.plan()
+        assert chosen, "an unfinished request is waiting, yet nothing can run"
+        plan = build_step_plan(chosen, self._executor.generation, next(self._step_ids))
+        result = self._executor.execute(plan.pack())
+        self._accept(chosen, plan, result)
+        self._scheduler.advance(chosen)
+
+    def _accept(self, chosen: list[ScheduledRequest], plan: StepPlan, result: StepResult) -> None:
+        """Append sampled tokens and scores to their requests, and finish those that reached their end."""
+        tokens, logprobs, logits = iter(result.token_ids.tolist()), result.logprobs, result.logits
+        for one, row_kind in zip(chosen, plan.sections["row_kind"].tolist(), strict=True):
+            request = one.request
+            self._tokens_done += one.num_tokens
+            if row_kind == RowKind.SAMPLE:
+                self._append_token(request, next(tokens))
+            elif row_kind >= RowKind.SCORE:
+                request.logprobs += logprobs[: one.num_tokens].tolist()
+                logprobs = logprobs[one.num_tokens :]
+                if row_kind == RowKind.SCORE_LOGITS:
+                    request.logits.append(logits[: one.num_tokens])
+                    logits = logits[one.num_tokens :]
+                if request.num_prompt_left == one.num_tokens:
+                    self._finish(request, "length")
+
+    def _append_token(self, request: Request, token: int) -> None:
+        request.output_token_ids.append(token)
+        if request.first_token_s is None:
+            request.first_token_s = time.monotonic()
+        if token in self.config.model.eos_token_ids and not request.params.ignore_eos:
+            self._finish(request, "stop")
+        elif request.num_tokens >= request.max_total_tokens:
+            self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
+        request.finish_reason, request.error, request.finished_s = reason, error, time.monotonic()
+        self._tokens_max -= request.max_total_tokens - request.num_tokens
+        self._finished.append(request)
+
+    def _fail_unfinished(self, message: str) -> None:
+        for request in self._scheduler.unfinished:
+            if request.finish_reason is None:
+                self._finish(request, "error", message)
+        self._scheduler = self._make_scheduler()
+
+    def _take_finished(self) -> list[Request]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _output(self, request: Request) -> RequestOutput:
+        text = self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else None
+        return RequestOutput(
+            id=request.id,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=list(request.output_token_ids),
+            text=text,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            metrics=request.metrics(),
+        )
+
+    def _submit_many(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        """Queue all prompts or, if one of them is refused, none."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
+        before = list(self._scheduler.waiting)
+        try:
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                self.submit(prompt, one, str(index))
+        except RequestError:
+            for request in list(self._scheduler.waiting)[len(before) :]:
+                self._scheduler.waiting.remove(request)
+                self._tokens_max -= request.max_total_tokens
+            raise
+        return list(self._scheduler.waiting)[len(before) :]
+
+    def _add(
+        self, request_id: str, tokens: list[int], params: SamplingParams, max_total_tokens: int, kind: RowKind
+    ) -> Request:
+        capacity = self._scheduler.blocks.max_tokens()
+        if capacity is not None and max_total_tokens > capacity:
+            raise RequestError(
+                f"prompt and output need {max_total_tokens} tokens of cache; {capacity} fit: lower max_tokens or give "
+                "more memory (--kv-cache-memory-bytes)"
+            )
+        seed = params.seed if params.seed is not None else next(self._default_seeds)
+        request = Request(request_id, tokens, params, seed, max_total_tokens, kind)
+        self._tokens_max += max_total_tokens
+        self._scheduler.add(request)
+        return request
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = encode_prompt(self.tokenizer, prompt, self.config.directory)
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token")
+        vocab = self.config.model.vocab_size
+        bad = next((token for token in tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is out of range; the vocabulary has ids 0 to {vocab - 1}")
+        return tokens
+
+    def _make_scheduler(self) -> Scheduler:
+        groups = cache_groups(self.config.model, _itemsize(self.config.kv_cache_dtype))
+        num_blocks = self.report.num_cache_blocks
+        short = [name for name, count in num_blocks.items() if count < 1]
+        if short:
+            raise ConfigError(
+                f"cache memory is too small for groups {', '.join(short)}; raise --kv-cache-memory-bytes, or lower "
+                "--max-num-seqs or --max-num-batched-tokens"
+            )
+        return Scheduler(BlockManager(groups, num_blocks), self.config.max_num_seqs, self.config.max_num_batched_tokens)
+
+
+def _score_output(request: Request, with_logits: bool) -> ScoreOutput:
+    logits = np.concatenate(request.logits) if with_logits else None
+    return ScoreOutput(request.id, request.prompt_token_ids, [None, *request.logprobs[:-1]], logits)
+
+
+def _itemsize(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[dtype]
+
+
+def _gpu_available(options: EngineConfig) -> bool:
+    if options.device != "auto":
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _make_executor(options: EngineConfig, config: RunConfig) -> Executor:
+    from dsv4dist.workers.runner import RunnerFactory
+
+    factory = RunnerFactory(config)
+    if options.distributed_executor_backend == "local":
+        from dsv4dist.workers.local_executor import LocalExecutor
+
+        return LocalExecutor(factory)
+    from dsv4dist.workers.ray_executor import RayExecutor
+
+    return RayExecutor(options, config, factory)

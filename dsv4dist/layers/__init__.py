@@ -1,0 +1,1 @@
+"""The attention layer and its parts, as one device sees them."""

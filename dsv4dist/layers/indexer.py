@@ -1,0 +1,42 @@
+"""The indexer of a CSA layer: keeps its own compressed keys and selects the entries that a query attends to."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4dist.config.model import LayerKind, ModelConfig
+from dsv4dist.kernels.ops import Ops
+from dsv4dist.kernels.paged_cache import PagedCache
+from dsv4dist.layers.compressor import Compressor
+from dsv4dist.layers.weights import below
+from dsv4dist.step.metadata import CompressedMetadata, StepMetadata
+
+
+class Indexer:
+    """Attention spec 1.6. Replicated: every rank scores all index heads, and so selects the same entries."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], cos_sin: torch.Tensor, ops: Ops) -> None:
+        self.wq_b = weights["wq_b.weight"]
+        self.weights_proj = weights["weights_proj.weight"]
+        own = below(weights, "compressor.")
+        self.compressor = Compressor(own, LayerKind.CSA, cos_sin, config.rms_norm_eps, ops)
+        self.config, self.cos_sin, self.ops = config, cos_sin, ops
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        qr: torch.Tensor,
+        step: StepMetadata,
+        compressed: CompressedMetadata,
+        keys: PagedCache,
+        state: PagedCache,
+    ) -> torch.Tensor:
+        """Store this step's index keys and return the selected entries, int32 [T, index_topk], valid ones first."""
+        self.compressor(x, step, compressed, state, keys)
+        q = (qr @ self.wq_b.T).view(-1, self.config.index_n_heads, self.config.index_head_dim)
+        q, head_weights = self.ops.indexer_query(q, x @ self.weights_proj.T, step.positions, self.cos_sin)
+        logits = self.ops.indexer_logits(
+            q, head_weights, keys, compressed.table, step.token_to_req, compressed.visible_lens
+        )
+        selected: torch.Tensor = self.ops.topk_entries(logits, compressed.visible_lens, self.config.index_topk)
+        return selected

@@ -1,0 +1,1 @@
+"""What is not attention, and the model as a whole."""

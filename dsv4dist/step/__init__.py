@@ -1,0 +1,1 @@
+"""What all layers share during one step, derived from the step packet."""

@@ -1,0 +1,70 @@
+"""Step packet on the device -> StepMetadata. Everything here is a function of the packet, the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4dist.cache.groups import (
+    COMPRESSED,
+    COMPRESSED_BLOCK_TOKENS,
+    STATE,
+    STATE_BLOCK_TOKENS,
+    WINDOW,
+    WINDOW_BLOCK_TOKENS,
+)
+from dsv4dist.config.model import LayerKind, ModelConfig
+from dsv4dist.kernels.block_table import ABSENT, BlockTable
+from dsv4dist.kernels.ops import Ops
+from dsv4dist.step.metadata import CompressedMetadata, StepMetadata
+from dsv4dist.step.visibility import completes_entry, visible_entries
+
+
+def build_metadata(config: ModelConfig, ops: Ops, sections: dict[str, torch.Tensor]) -> StepMetadata:
+    """Derive what layers need from the packet's sections (see workers.packet), int32 tensors on the device."""
+    starts, seq_lens = sections["query_start_loc"].long(), sections["seq_lens"].long()
+    num_tokens = sections["token_ids"].shape[0]
+    token = torch.arange(num_tokens, device=starts.device)
+    token_to_req = torch.searchsorted(starts[1:], token, right=True)
+    query_lens = starts[1:] - starts[:-1]
+    positions = (seq_lens - query_lens - starts[:-1])[token_to_req] + token
+    window = _table(sections, WINDOW, WINDOW_BLOCK_TOKENS)
+    return StepMetadata(
+        token_ids=sections["token_ids"].long(),
+        positions=positions,
+        token_to_req=token_to_req,
+        window_slots=window.slots(token_to_req, positions),
+        window_key_list=ops.window_key_list(window, token_to_req, positions, config.sliding_window),
+        compressed={
+            kind: _compressed(kind, ops, sections, token_to_req, positions)
+            for kind in (LayerKind.CSA, LayerKind.HCA)
+            if config.has(kind)
+        },
+    )
+
+
+def _table(sections: dict[str, torch.Tensor], group: str, block_size: int) -> BlockTable:
+    return BlockTable(sections[f"{group}.blocks"], sections[f"{group}.first_block"], block_size)
+
+
+def _compressed(
+    kind: LayerKind, ops: Ops, sections: dict[str, torch.Tensor], token_to_req: torch.Tensor, positions: torch.Tensor
+) -> CompressedMetadata:
+    ratio = kind.compress_ratio
+    table = _table(sections, COMPRESSED, COMPRESSED_BLOCK_TOKENS // ratio)
+    state_table = _table(sections, STATE[kind], STATE_BLOCK_TOKENS[kind])
+    visible_lens = visible_entries(positions, ratio)
+    completed = table.slots(token_to_req, positions // ratio)
+    key_list = None
+    if kind is LayerKind.HCA:
+        longest = int(visible_lens.max()) if visible_lens.numel() else 0
+        entry = torch.arange(longest, device=positions.device)
+        entries = torch.where(entry < visible_lens.unsqueeze(1), entry, ABSENT)
+        key_list = ops.entry_key_list(table, token_to_req, entries)
+    return CompressedMetadata(
+        table=table,
+        entry_slots=torch.where(completes_entry(positions, ratio), completed, ABSENT),
+        visible_lens=visible_lens,
+        state_table=state_table,
+        state_slots=state_table.slots(token_to_req, positions),
+        key_list=key_list,
+    )

@@ -1,0 +1,55 @@
+"""The executor of one rank inside the calling process: for one device, and for tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import torch
+
+from dsv4dist.distributed.comm import SingleProcess
+from dsv4dist.distributed.tp import TpInfo
+from dsv4dist.workers.executor import RankInfo, StepResult, WorkerReport
+from dsv4dist.workers.packet import Int32Array
+from dsv4dist.workers.runner import RunnerFactory
+
+
+class LocalExecutor:
+    """Runs every step in the thread that calls `execute`."""
+
+    generation = 0
+
+    def __init__(self, factory: RunnerFactory) -> None:
+        device = torch.device("cuda:0" if factory.config.device == "cuda" else "cpu")
+        self.runner = factory(TpInfo(), SingleProcess(), device)
+        self._result: StepResult | None = None
+
+    def start(self) -> WorkerReport:
+        """Load the model and allocate the caches."""
+        started = time.monotonic()
+        self.runner.load()
+        num_blocks = self.runner.cache_block_limits()
+        self.runner.allocate(num_blocks)
+        rank = RankInfo(0, "", socket.gethostname(), os.getpid(), str(self.runner.device), gpu_id="")
+        return WorkerReport(
+            num_cache_blocks=num_blocks,
+            ranks=[rank],
+            skipped_draft_tensors=self.runner.skipped_draft_tensors,
+            load_s=time.monotonic() - started,
+        )
+
+    def submit(self, packet: Int32Array) -> None:
+        self._result = self.runner.execute(packet)
+
+    def collect(self) -> StepResult:
+        assert self._result is not None, "collect follows submit"
+        result, self._result = self._result, None
+        return result
+
+    def execute(self, packet: Int32Array) -> StepResult:
+        self.submit(packet)
+        return self.collect()
+
+    def shutdown(self) -> None:
+        """Nothing outlives the object."""

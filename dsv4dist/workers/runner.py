@@ -1,0 +1,132 @@
+"""One rank: loads its share, owns its caches, and runs one step packet at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dsv4dist.cache.groups import cache_groups, plan_num_blocks
+from dsv4dist.cache.pool import LayerCaches, allocate_caches
+from dsv4dist.checkpoint.load import load_parameters
+from dsv4dist.config.resolve import RunConfig
+from dsv4dist.distributed.comm import Communicator
+from dsv4dist.distributed.tp import TpInfo
+from dsv4dist.kernels.ops import choose_ops
+from dsv4dist.model.decoder import Model
+from dsv4dist.step.builder import build_metadata
+from dsv4dist.workers.executor import Float32Array, StepResult
+from dsv4dist.workers.packet import Int32Array, RowKind, read_header, split_sections
+from dsv4dist.workers.sampler import sample, token_logprobs
+
+CPU_CACHE_SHARE = 0.5
+"""Share of the free memory of a CPU node that the caches of its ranks may take together, unless a size was given."""
+SCORE_ROWS = 256
+"""Rows whose logits are held at once while scoring; results do not depend on it."""
+
+
+class ModelRunner:
+    """Runs the steps of one rank. Call `load`, then `allocate`, then `execute` for every step, all on one thread."""
+
+    def __init__(self, config: RunConfig, tp: TpInfo, comm: Communicator, device: torch.device) -> None:
+        self.config, self.tp, self.comm, self.device = config, tp, comm, device
+        self.dtype = getattr(torch, config.dtype)
+        self.cache_dtype = getattr(torch, config.kv_cache_dtype)
+        self.ops = choose_ops(config.kernels)
+        self.caches: list[LayerCaches] = []
+        self.skipped_draft_tensors = 0
+
+    def load(self) -> None:
+        """Read this rank's share of the checkpoint and build the model.  Raises: CheckpointError."""
+        loaded = load_parameters(self.config.directory, self.config.model, self.tp, self.dtype, self.device)
+        self.skipped_draft_tensors = loaded.skipped_draft_tensors
+        self.model = Model(self.config.model, loaded.tensors, self.tp, self.comm, self.ops, self.config.max_model_len)
+
+    def cache_block_limits(self) -> dict[str, int]:
+        """How many blocks of each cache group this rank has memory for; negative where not even the windows fit."""
+        config = self.config
+        return plan_num_blocks(
+            cache_groups(config.model, self.cache_dtype.itemsize),
+            self._cache_memory_bytes(),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+        )
+
+    def allocate(self, num_blocks: dict[str, int]) -> None:
+        """Allocate the caches with the block counts that all ranks agreed on."""
+        self.caches = allocate_caches(
+            self.config.model, num_blocks, self.cache_dtype, self.device, self.config.poison_memory
+        )
+
+    @torch.inference_mode()
+    def execute(self, packet: Int32Array) -> StepResult:
+        """Run one step.  Raises: WorkerError for a packet that does not fit its header or this run's limits."""
+        started = time.perf_counter()
+        header = read_header(packet, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        on_device = torch.from_numpy(packet).to(self.device)
+        sections = split_sections(on_device, header.shape)
+        step = build_metadata(self.config.model, self.ops, sections)
+        streams = self.model.forward(step, self.caches)
+        token_ids = self._sample(streams, sections)
+        logprobs, logits = self._score(streams, sections)
+        return StepResult(
+            generation=header.generation,
+            step_id=header.step_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            logits=logits,
+            elapsed_us=int((time.perf_counter() - started) * 1e6),
+        )
+
+    def _sample(self, streams: torch.Tensor, sections: dict[str, torch.Tensor]) -> Int32Array:
+        """One token for each request that wants one, in request order."""
+        reqs = torch.nonzero(sections["row_kind"] == RowKind.SAMPLE).flatten()
+        if reqs.numel() == 0:
+            return np.empty(0, dtype=np.int32)
+        last_rows = sections["query_start_loc"][1:][reqs].long() - 1
+        tokens = sample(
+            self.model.logits(streams[last_rows]),
+            sections["temperature"].view(torch.float32)[reqs],
+            sections["top_p"].view(torch.float32)[reqs],
+            sections["top_k"][reqs],
+            sections["seed"][reqs],
+            sections["seq_lens"][reqs],
+        )
+        return tokens.to(torch.int32).cpu().numpy()
+
+    def _score(
+        self, streams: torch.Tensor, sections: dict[str, torch.Tensor]
+    ) -> tuple[Float32Array, Float32Array]:
+        """Log-probabilities of the targets of all scored rows, and the logits of those that want them, in row order."""
+        starts, row_kind = sections["query_start_loc"], sections["row_kind"]
+        kind_of_row = torch.repeat_interleave(row_kind, (starts[1:] - starts[:-1]).long())
+        rows = torch.nonzero(kind_of_row >= RowKind.SCORE).flatten()
+        logprobs, wanted = [torch.empty(0)], [torch.empty(0, self.config.model.vocab_size)]
+        for part in torch.split(rows, SCORE_ROWS) if rows.numel() else ():
+            logits = self.model.logits(streams[part])
+            logprobs.append(token_logprobs(logits, sections["targets"][part]).cpu())
+            wanted.append(logits[kind_of_row[part] == RowKind.SCORE_LOGITS].cpu())
+        return torch.cat(logprobs).numpy(), torch.cat(wanted).numpy()
+
+    def _cache_memory_bytes(self) -> int:
+        if self.config.kv_cache_memory_bytes is not None:
+            return self.config.kv_cache_memory_bytes
+        if self.device.type == "cpu":
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            return int(free * CPU_CACHE_SHARE) // self.tp.size
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total * self.config.gpu_memory_utilization) - (total - free)
+
+
+@dataclass(frozen=True)
+class RunnerFactory:
+    """Builds the runner of a rank inside its process; plain values, so that it can be sent there."""
+
+    config: RunConfig
+
+    def __call__(self, tp: TpInfo, comm: Communicator, device: torch.device) -> ModelRunner:
+        return ModelRunner(self.config, tp, comm, device)
