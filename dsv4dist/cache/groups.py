@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4dist.cache.layout import index_page_bytes, page_bytes
 from dsv4dist.config.model import LayerKind, ModelConfig
 
 WINDOW_BLOCK_TOKENS = 64
@@ -40,23 +41,21 @@ class CacheGroup:
         return num_requests * per_request + -(-num_step_tokens // self.block_tokens)
 
 
-def cache_groups(config: ModelConfig, cache_itemsize: int) -> tuple[CacheGroup, ...]:
-    """The groups that this model needs, for caches of `cache_itemsize` bytes per channel; states are fp32."""
+def cache_groups(config: ModelConfig, cache_dtype: str) -> tuple[CacheGroup, ...]:
+    """The groups that this model needs, for caches of `cache_dtype` (an option of RunConfig); states are fp32."""
     count = {kind: config.layer_kinds.count(kind) for kind in LayerKind}
     csa, hca = count[LayerKind.CSA], count[LayerKind.HCA]
-    row, index_row = config.head_dim * cache_itemsize, config.index_head_dim * cache_itemsize
-    groups = [
-        CacheGroup(
-            WINDOW,
-            WINDOW_BLOCK_TOKENS,
-            config.sliding_window,
-            config.num_hidden_layers * WINDOW_BLOCK_TOKENS * row,
-        )
-    ]
+
+    def row_page(entries: int) -> int:
+        return page_bytes(cache_dtype, entries, config.head_dim)
+
+    window_bytes = config.num_hidden_layers * row_page(WINDOW_BLOCK_TOKENS)
+    groups = [CacheGroup(WINDOW, WINDOW_BLOCK_TOKENS, config.sliding_window, window_bytes)]
     if csa or hca:
-        csa_bytes = csa * (COMPRESSED_BLOCK_TOKENS // LayerKind.CSA.compress_ratio) * (row + index_row)
-        hca_bytes = hca * (COMPRESSED_BLOCK_TOKENS // LayerKind.HCA.compress_ratio) * row
-        groups.append(CacheGroup(COMPRESSED, COMPRESSED_BLOCK_TOKENS, None, csa_bytes + hca_bytes))
+        csa_entries = COMPRESSED_BLOCK_TOKENS // LayerKind.CSA.compress_ratio
+        csa_bytes = row_page(csa_entries) + index_page_bytes(cache_dtype, csa_entries, config.index_head_dim)
+        hca_bytes = row_page(COMPRESSED_BLOCK_TOKENS // LayerKind.HCA.compress_ratio)
+        groups.append(CacheGroup(COMPRESSED, COMPRESSED_BLOCK_TOKENS, None, csa * csa_bytes + hca * hca_bytes))
     for kind, dims in ((LayerKind.CSA, config.head_dim + config.index_head_dim), (LayerKind.HCA, config.head_dim)):
         if count[kind]:
             tokens = STATE_BLOCK_TOKENS[kind]

@@ -14,8 +14,10 @@ from dsv4dist.cache.groups import (
     WINDOW,
     WINDOW_BLOCK_TOKENS,
 )
+from dsv4dist.cache.layout import index_page_bytes, page_bytes
 from dsv4dist.config.model import LayerKind, ModelConfig
-from dsv4dist.kernels.paged_cache import PagedCache
+from dsv4dist.config.runtime import FP8_DS_MLA
+from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
 
 
 @dataclass(frozen=True)
@@ -30,30 +32,48 @@ class LayerCaches:
 
 
 def allocate_caches(
-    config: ModelConfig, num_blocks: dict[str, int], dtype: torch.dtype, device: torch.device, poison: bool
+    config: ModelConfig,
+    num_blocks: dict[str, int],
+    cache_dtype: str,
+    fp8_format: Fp8Format,
+    device: torch.device,
+    poison: bool,
 ) -> list[LayerCaches]:
-    """Allocate the caches of every layer: rows of `dtype`, states of fp32, uninitialised (or NaN with `poison`)."""
+    """Allocate the caches of every layer, uninitialised (or all bits set, which is NaN in every format, with `poison`).
 
-    def pages(group: str, block_size: int, width: int, page_dtype: torch.dtype) -> PagedCache:
-        data = torch.empty(num_blocks[group], block_size, width, dtype=page_dtype, device=device)
+    cache_dtype  option of RunConfig: rows of a float dtype, or fp8_ds_mla with fp8 index keys; states are fp32
+    fp8_format   encoding of all fp8 caches: this package writes and reads them itself
+    """
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        data = torch.empty(shape, dtype=dtype, device=device)
         if poison:
-            data.fill_(float("nan"))
-        return PagedCache(data, block_size)
+            data.view(torch.uint8).fill_(0xFF)
+        return data
+
+    def state(kind: LayerKind, dim: int) -> PagedCache:
+        shape = (num_blocks[STATE[kind]], STATE_BLOCK_TOKENS[kind], 2 * kind.overlap * dim)
+        return PagedCache(allocate(shape, torch.float32), STATE_BLOCK_TOKENS[kind])
+
+    def pages(group: str, block_size: int, width: int, fp8: CacheFormat = CacheFormat.FP8_DS_MLA) -> PagedCache:
+        if cache_dtype == FP8_DS_MLA:
+            size = page_bytes if fp8 is CacheFormat.FP8_DS_MLA else index_page_bytes
+            shape: tuple[int, ...] = (num_blocks[group], size(cache_dtype, block_size, width))
+            return PagedCache(allocate(shape, torch.uint8), block_size, fp8, fp8_format)
+        return PagedCache(allocate((num_blocks[group], block_size, width), getattr(torch, cache_dtype)), block_size)
 
     layers = []
     for kind in config.layer_kinds:
-        window = pages(WINDOW, WINDOW_BLOCK_TOKENS, config.head_dim, dtype)
+        window = pages(WINDOW, WINDOW_BLOCK_TOKENS, config.head_dim)
         if kind is LayerKind.SWA:
             layers.append(LayerCaches(window))
             continue
         stored = COMPRESSED_BLOCK_TOKENS // kind.compress_ratio
-        state_block, state_width = STATE_BLOCK_TOKENS[kind], 2 * kind.overlap
-        entries = pages(COMPRESSED, stored, config.head_dim, dtype)
-        state = pages(STATE[kind], state_block, state_width * config.head_dim, torch.float32)
+        entries, entry_state = pages(COMPRESSED, stored, config.head_dim), state(kind, config.head_dim)
         if kind is LayerKind.HCA:
-            layers.append(LayerCaches(window, entries, state))
+            layers.append(LayerCaches(window, entries, entry_state))
             continue
-        index_keys = pages(COMPRESSED, stored, config.index_head_dim, dtype)
-        index_state = pages(STATE[kind], state_block, state_width * config.index_head_dim, torch.float32)
-        layers.append(LayerCaches(window, entries, state, index_keys, index_state))
+        index_keys = pages(COMPRESSED, stored, config.index_head_dim, CacheFormat.FP8_INDEX)
+        index_state = state(kind, config.index_head_dim)
+        layers.append(LayerCaches(window, entries, entry_state, index_keys, index_state))
     return layers

@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4dist.config.model import ModelConfig, load_model_config
-from dsv4dist.config.runtime import DEFAULT_MAX_MODEL_LEN, EngineConfig
+from dsv4dist.config.model import LayerKind, ModelConfig, load_model_config
+from dsv4dist.config.runtime import DEFAULT_MAX_MODEL_LEN, FP8_DS_MLA, EngineConfig
 from dsv4dist.errors import ConfigError, UnsupportedError
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,8 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
     device = _device(options.device, gpu_available)
     dtype = options.dtype if options.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     kv_cache_dtype = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else dtype
-    if kv_cache_dtype == "fp8_ds_mla":
-        raise UnsupportedError(
-            "--kv-cache-dtype fp8_ds_mla: the reference kernels store bfloat16 or float32; use one of those"
-        )
+    if kv_cache_dtype == FP8_DS_MLA:
+        _check_fp8_shapes(model)
     max_model_len = options.max_model_len or min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -67,6 +65,21 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
         kernels=options.kernels,
         poison_memory=options.poison_memory,
     )
+
+
+def _check_fp8_shapes(model: ModelConfig) -> None:
+    """fp8_ds_mla fixes the widths of a token and of an index key (attention spec 2.3, 2.5)."""
+    expected = {"head_dim": 512, "qk_rope_head_dim": 64} | ({"index_head_dim": 128} if model.has(LayerKind.CSA) else {})
+    found = {
+        "head_dim": model.head_dim,
+        "qk_rope_head_dim": model.rope_head_dim,
+        "index_head_dim": model.index_head_dim,
+    }
+    bad = [f"{name} = {size} (the model has {found[name]})" for name, size in expected.items() if found[name] != size]
+    if bad:
+        raise UnsupportedError(
+            f"--kv-cache-dtype fp8_ds_mla needs {', '.join(bad)}; use bfloat16 or float32 for this model"
+        )
 
 
 def _device(wanted: str, gpu_available: bool) -> str:

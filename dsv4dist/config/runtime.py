@@ -8,11 +8,12 @@ from pathlib import Path
 from dsv4dist.errors import ConfigError, one_error
 
 DEFAULT_MAX_MODEL_LEN = 32768
+FP8_DS_MLA = "fp8_ds_mla"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda", "rocm"),
     "dtype": ("auto", "bfloat16", "float32"),
-    "kv_cache_dtype": ("auto", "fp8_ds_mla", "bfloat16", "float32"),
+    "kv_cache_dtype": ("auto", FP8_DS_MLA, "bfloat16", "float32"),
     "kernels": ("auto", "reference", "triton", "aiter"),
     "distributed_executor_backend": ("ray", "local"),
 }

@@ -260,7 +260,7 @@ class Engine:
         return tokens
 
     def _make_scheduler(self) -> Scheduler:
-        groups = cache_groups(self.config.model, _itemsize(self.config.kv_cache_dtype))
+        groups = cache_groups(self.config.model, self.config.kv_cache_dtype)
         num_blocks = self.report.num_cache_blocks
         short = [name for name, count in num_blocks.items() if count < 1]
         if short:
@@ -274,10 +274,6 @@ class Engine:
 def _score_output(request: Request, with_logits: bool) -> ScoreOutput:
     logits = np.concatenate(request.logits) if with_logits else None
     return ScoreOutput(request.id, request.prompt_token_ids, [None, *request.logprobs[:-1]], logits)
-
-
-def _itemsize(dtype: str) -> int:
-    return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def _gpu_available(options: EngineConfig) -> bool:

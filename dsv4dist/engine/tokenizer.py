@@ -21,22 +21,6 @@ class Tokenizer:
         self._backend = backend
         self.bos_token_id = bos_token_id
 
-    @classmethod
-    def load(cls, directory: Path) -> Tokenizer | None:
-        """The tokenizer of a model's directory; None without a tokenizer.json, which is enough for token ids.
-
-        Raises: CheckpointError naming a tokenizer.json or tokenizer_config.json that cannot be used."""
-        path = directory / FILE_NAME
-        if not path.is_file():
-            return None
-        from tokenizers import Tokenizer as Backend
-
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{path}: not a usable tokenizer ({error})") from None
-        return cls(backend, _bos_token_id(directory / SETTINGS_NAME, backend))
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the model's files ask for in front.
 
@@ -90,6 +74,31 @@ class IncrementalDecoder:
     def _pending(self) -> str:
         before = self._tokenizer.decode(self._ids[self._context : self._shown])
         return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a model's directory; None without a tokenizer.json, which is enough for token ids.
+
+    Raises: CheckpointError naming a tokenizer.json or tokenizer_config.json that cannot be used."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path}: not a usable tokenizer ({error})") from None
+    return Tokenizer(backend, _bos_token_id(directory / SETTINGS_NAME, backend))
+
+
+def encode_prompt(tokenizer: Tokenizer | None, text: str, directory: Path) -> list[int]:
+    """Token ids of a text prompt.  Raises: RequestError when the model has no tokenizer."""
+    if tokenizer is None:
+        raise RequestError(
+            f"{directory / FILE_NAME} is missing, so text cannot be read; give token ids: --prompt-ids 1,2,3"
+        )
+    return tokenizer.encode(text)
 
 
 def _bos_token_id(path: Path, backend: Any) -> int | None:

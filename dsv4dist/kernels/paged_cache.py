@@ -24,6 +24,16 @@ class Fp8Format(Enum):
         return torch.float8_e4m3fn if self is Fp8Format.OCP else torch.float8_e4m3fnuz
 
 
+NOPE_DIM, ROPE_DIM = 448, 64
+"""Channels of an fp8_ds_mla token: fp8 ones without a position, then bf16 rotary ones."""
+SCALE_GROUP = 64
+"""fp8 channels that share one scale byte."""
+TOKEN_BYTES, TOKEN_SCALE_BYTES = NOPE_DIM + 2 * ROPE_DIM, 8
+"""Bytes of an fp8_ds_mla token in the data area and in the scale area (7 scales and a zero)."""
+INDEX_DIM, INDEX_SCALE_BYTES = 128, 4
+"""fp8 channels of an index key, and the bytes of its fp32 scale."""
+
+
 class CacheFormat(Enum):
     """How one entry is stored inside a block."""
 
@@ -47,6 +57,11 @@ class PagedCache:
     block_size: int
     format: CacheFormat = CacheFormat.ROWS
     fp8_format: Fp8Format | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.format is CacheFormat.ROWS) == (self.fp8_format is None), (
+            "fp8 caches, and only they, have an encoding"
+        )
 
     @property
     def num_slots(self) -> int:

@@ -34,7 +34,9 @@ class Indexer:
         """Store this step's index keys and return the selected entries, int32 [T, index_topk], valid ones first."""
         self.compressor(x, step, compressed, state, keys)
         q = (qr @ self.wq_b.T).view(-1, self.config.index_n_heads, self.config.index_head_dim)
-        q, head_weights = self.ops.indexer_query(q, x @ self.weights_proj.T, step.positions, self.cos_sin)
+        q, head_weights = self.ops.indexer_query(
+            q, x @ self.weights_proj.T, step.positions, self.cos_sin, keys.fp8_format
+        )
         logits = self.ops.indexer_logits(
             q, head_weights, keys, compressed.table, step.token_to_req, compressed.visible_lens
         )

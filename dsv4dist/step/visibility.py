@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Positions = TypeVar("Positions", torch.Tensor, npt.NDArray[np.int64], int)
+Positions = TypeVar("Positions", torch.Tensor, npt.NDArray[np.int64])
 
 
 def visible_entries(positions: Positions, compress_ratio: int) -> Positions:
@@ -17,5 +17,6 @@ def visible_entries(positions: Positions, compress_ratio: int) -> Positions:
 
 
 def completes_entry(positions: Positions, compress_ratio: int) -> Positions:
-    """Whether a token at each absolute position is the last of its window, so that an entry is stored for it."""
-    return (positions + 1) % compress_ratio == 0
+    """Whether a token at each absolute position is the last of its window, so that an entry is stored for it (1.5)."""
+    last: Positions = (positions + 1) % compress_ratio == 0
+    return last

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dsv4dist.arch import arch_of
 from dsv4dist.cache.groups import cache_groups, plan_num_blocks
 from dsv4dist.cache.pool import LayerCaches, allocate_caches
 from dsv4dist.checkpoint.load import load_parameters
@@ -34,7 +35,7 @@ class ModelRunner:
     def __init__(self, config: RunConfig, tp: TpInfo, comm: Communicator, device: torch.device) -> None:
         self.config, self.tp, self.comm, self.device = config, tp, comm, device
         self.dtype = getattr(torch, config.dtype)
-        self.cache_dtype = getattr(torch, config.kv_cache_dtype)
+        self.arch = arch_of(device)
         self.ops = choose_ops(config.kernels)
         self.caches: list[LayerCaches] = []
         self.skipped_draft_tensors = 0
@@ -49,7 +50,7 @@ class ModelRunner:
         """How many blocks of each cache group this rank has memory for; negative where not even the windows fit."""
         config = self.config
         return plan_num_blocks(
-            cache_groups(config.model, self.cache_dtype.itemsize),
+            cache_groups(config.model, config.kv_cache_dtype),
             self._cache_memory_bytes(),
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -58,8 +59,9 @@ class ModelRunner:
 
     def allocate(self, num_blocks: dict[str, int]) -> None:
         """Allocate the caches with the block counts that all ranks agreed on."""
+        config = self.config
         self.caches = allocate_caches(
-            self.config.model, num_blocks, self.cache_dtype, self.device, self.config.poison_memory
+            config.model, num_blocks, config.kv_cache_dtype, self.arch.fp8_format, self.device, config.poison_memory
         )
 
     @torch.inference_mode()
@@ -98,9 +100,7 @@ class ModelRunner:
         )
         return tokens.to(torch.int32).cpu().numpy()
 
-    def _score(
-        self, streams: torch.Tensor, sections: dict[str, torch.Tensor]
-    ) -> tuple[Float32Array, Float32Array]:
+    def _score(self, streams: torch.Tensor, sections: dict[str, torch.Tensor]) -> tuple[Float32Array, Float32Array]:
         """Log-probabilities of the targets of all scored rows, and the logits of those that want them, in row order."""
         starts, row_kind = sections["query_start_loc"], sections["row_kind"]
         kind_of_row = torch.repeat_interleave(row_kind, (starts[1:] - starts[:-1]).long())

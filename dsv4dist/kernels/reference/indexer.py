@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from dsv4dist.kernels.block_table import ABSENT, BlockTable
-from dsv4dist.kernels.paged_cache import PagedCache
+from dsv4dist.kernels.fp8 import quantise_index_rows
+from dsv4dist.kernels.paged_cache import Fp8Format, PagedCache
 from dsv4dist.kernels.reference.pages import read_entries
 from dsv4dist.kernels.reference.rotary import rotate
 
@@ -14,15 +15,24 @@ LOGITS_ELEMENTS = 1 << 24
 
 
 def indexer_query(
-    q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    fp8_format: Fp8Format | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate the index queries and scale their head weights.
+    """Rotate the index queries, quantise them where the keys are fp8, and scale their head weights.
 
-        q        [T, Hi, Di]; weights [T, Hi]
-    Returns q in its dtype, rotated, and the weights fp32 times Di^-0.5 and Hi^-0.5.
+        q           [T, Hi, Di]; weights [T, Hi]; positions [T]; cos_sin [P, rotary width] fp32
+        fp8_format  the keys' encoding: one power-of-two scale per token and head joins the weights; None = no fp8
+    Returns q, rotated, in its dtype or the encoding's, and fp32 weights ((w * q scale) * Di^-0.5) * Hi^-0.5.
     """
     _, heads, dim = q.shape
-    return rotate(q, positions, cos_sin).to(q.dtype), weights.float() * dim**-0.5 * heads**-0.5
+    rotated, head_weights = rotate(q, positions, cos_sin), weights.float()
+    if fp8_format is not None:
+        data, scale = quantise_index_rows(rotated, fp8_format)
+        return data.view(fp8_format.torch_dtype), head_weights * scale * dim**-0.5 * heads**-0.5
+    return rotated.to(q.dtype), head_weights * dim**-0.5 * heads**-0.5
 
 
 def indexer_logits(
@@ -35,7 +45,7 @@ def indexer_logits(
 ) -> torch.Tensor:
     """Score every visible compressed entry for every token: sum over heads of relu(q . k) times the head's weight.
 
-        q             [T, Hi, Di]; weights [T, Hi] fp32
+        q             [T, Hi, Di], float or the keys' fp8 dtype; weights [T, Hi] fp32
         cache, table  the index keys and where each request keeps them
         token_to_req  [T], ascending; visible_lens [T]
     Returns fp32 [T, max(visible_lens)]; columns at or beyond a row's visible_lens are undefined.
