@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dsv4dist.cache.layout import index_page_bytes, page_bytes
 from dsv4dist.config.model import LayerKind, ModelConfig
+from dsv4dist.errors import ConfigError
 
 WINDOW_BLOCK_TOKENS = 64
 COMPRESSED_BLOCK_TOKENS = 256
@@ -86,3 +87,13 @@ def plan_num_blocks(
         elif left < 0:
             need[group.name] = -1
     return need
+
+
+def check_num_blocks(num_blocks: dict[str, int]) -> None:
+    """Refuse a plan that leaves a group without blocks.  Raises: ConfigError naming the groups and the options."""
+    short = [name for name, count in num_blocks.items() if count < 1]
+    if short:
+        raise ConfigError(
+            f"cache memory is too small for the groups {', '.join(short)}; raise --kv-cache-memory-bytes or "
+            "--gpu-memory-utilization, or lower --max-num-seqs or --max-num-batched-tokens"
+        )

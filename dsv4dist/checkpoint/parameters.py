@@ -44,26 +44,42 @@ class Parameter:
 
 def model_parameters(config: ModelConfig) -> Iterator[Parameter]:
     """All parameters of the main model, in release order; draft layers (`mtp.*`) are not part of it."""
-    vocab, hidden, hc = config.vocab_size, config.hidden_size, config.hc_mult
+    vocab, hidden = config.vocab_size, config.hidden_size
     yield Parameter("embed.weight", (vocab, hidden), Storage.BF16, Role.MATRIX, Shard.ROWS)
     for layer, kind in enumerate(config.layer_kinds):
-        yield from _layer_parameters(config, layer, kind)
+        yield from _layer_parameters(config, f"layers.{layer}.", kind, hashed=layer < config.num_hash_layers)
     yield _exact("norm.weight", (hidden,), Storage.BF16)
     yield Parameter("head.weight", (vocab, hidden), Storage.BF16, Role.EXACT, Shard.ROWS)
-    yield _exact("hc_head_fn", (hc, hc * hidden))
-    yield _exact("hc_head_base", (hc,))
-    yield _exact("hc_head_scale", (1,))
+    yield from _head_mix_parameters(config, "")
 
 
-def _layer_parameters(config: ModelConfig, layer: int, kind: LayerKind) -> Iterator[Parameter]:
-    prefix, hidden, hc = f"layers.{layer}.", config.hidden_size, config.hc_mult
+def draft_parameters(config: ModelConfig, draft: int = 0) -> Iterator[Parameter]:
+    """The parameters of draft layer `mtp.<draft>` in the first releases: one window-only layer and its projections."""
+    prefix, hidden = f"mtp.{draft}.", config.hidden_size
+    yield from _layer_parameters(config, prefix, LayerKind.SWA, hashed=False)
+    for name in ("e_proj", "h_proj"):
+        yield _matrix(f"{prefix}{name}.weight", (hidden, hidden))
+    for name in ("enorm", "hnorm", "norm"):
+        yield _exact(f"{prefix}{name}.weight", (hidden,), Storage.BF16)
+    yield from _head_mix_parameters(config, prefix)
+
+
+def _head_mix_parameters(config: ModelConfig, prefix: str) -> Iterator[Parameter]:
+    hc = config.hc_mult
+    yield _exact(f"{prefix}hc_head_fn", (hc, hc * config.hidden_size))
+    yield _exact(f"{prefix}hc_head_base", (hc,))
+    yield _exact(f"{prefix}hc_head_scale", (1,))
+
+
+def _layer_parameters(config: ModelConfig, prefix: str, kind: LayerKind, hashed: bool) -> Iterator[Parameter]:
+    hidden, hc = config.hidden_size, config.hc_mult
     for block in ("attn", "ffn"):
         yield _exact(f"{prefix}{block}_norm.weight", (hidden,), Storage.BF16)
         yield _exact(f"{prefix}hc_{block}_fn", ((2 + hc) * hc, hc * hidden))
         yield _exact(f"{prefix}hc_{block}_base", ((2 + hc) * hc,))
         yield _exact(f"{prefix}hc_{block}_scale", (3,))
     yield from _attention_parameters(config, f"{prefix}attn.", kind)
-    yield from _moe_parameters(config, f"{prefix}ffn.", hashed=layer < config.num_hash_layers)
+    yield from _moe_parameters(config, f"{prefix}ffn.", hashed)
 
 
 def _attention_parameters(config: ModelConfig, prefix: str, kind: LayerKind) -> Iterator[Parameter]:

@@ -19,7 +19,7 @@ from dsv4dist.engine.request import Request, RequestOutput, SamplingParams, Scor
 from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4dist.engine.step_plan import build_step_plan
 from dsv4dist.engine.tokenizer import encode_prompt, load_tokenizer
-from dsv4dist.errors import ConfigError, RequestError, WorkerError
+from dsv4dist.errors import RequestError, WorkerError
 from dsv4dist.workers.executor import Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
 
@@ -261,14 +261,8 @@ class Engine:
 
     def _make_scheduler(self) -> Scheduler:
         groups = cache_groups(self.config.model, self.config.kv_cache_dtype)
-        num_blocks = self.report.num_cache_blocks
-        short = [name for name, count in num_blocks.items() if count < 1]
-        if short:
-            raise ConfigError(
-                f"cache memory is too small for groups {', '.join(short)}; raise --kv-cache-memory-bytes, or lower "
-                "--max-num-seqs or --max-num-batched-tokens"
-            )
-        return Scheduler(BlockManager(groups, num_blocks), self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        blocks = BlockManager(groups, self.report.num_cache_blocks)
+        return Scheduler(blocks, self.config.max_num_seqs, self.config.max_num_batched_tokens)
 
 
 def _score_output(request: Request, with_logits: bool) -> ScoreOutput:
@@ -294,4 +288,11 @@ def _make_executor(options: EngineConfig, config: RunConfig) -> Executor:
         return LocalExecutor(factory)
     from dsv4dist.workers.ray_executor import RayExecutor
 
-    return RayExecutor(options, config, factory)
+    return RayExecutor(
+        factory,
+        config.tp_size,
+        config.device,
+        address=options.address,
+        placement_timeout_s=options.placement_timeout_s,
+        step_timeout_s=options.step_timeout_s,
+    )

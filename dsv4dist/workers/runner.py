@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dsv4dist.arch import arch_of
-from dsv4dist.cache.groups import cache_groups, plan_num_blocks
+from dsv4dist.cache.groups import cache_groups, check_num_blocks, plan_num_blocks
 from dsv4dist.cache.pool import LayerCaches, allocate_caches
 from dsv4dist.checkpoint.load import load_parameters
 from dsv4dist.config.resolve import RunConfig
@@ -58,7 +58,8 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: dict[str, int]) -> None:
-        """Allocate the caches with the block counts that all ranks agreed on."""
+        """Allocate the caches with the block counts that all ranks agreed on.  Raises: ConfigError if too few."""
+        check_num_blocks(num_blocks)
         config = self.config
         self.caches = allocate_caches(
             config.model, num_blocks, config.kv_cache_dtype, self.arch.fp8_format, self.device, config.poison_memory

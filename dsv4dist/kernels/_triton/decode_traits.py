@@ -1,0 +1,80 @@
+"""What sparse decode needs to know of a GPU: number formats and tile shapes, as a table (attention spec 7)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4dist.kernels.paged_cache import Fp8Format
+from dsv4dist.kernels.split_plan import SplitTraits
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One compiled shape of the partial kernel: `heads` x `keys` a step, and how to split with it."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    splits: SplitTraits
+
+
+@dataclass(frozen=True)
+class DecodeTraits:
+    """One architecture.
+
+    native_fp8  encodings that its instructions convert; the others are decoded with integer arithmetic
+    only_fp32   multiply in fp32 only (the interpreter, whose bf16 product is wrong)
+    num_units   compute units of the device
+    tiles       shapes by their number of heads, ascending; the first that holds all heads is taken, else the last
+    wide_tile   the shape for fp32 keys, which need four times the registers
+    """
+
+    native_fp8: frozenset[Fp8Format]
+    only_fp32: bool
+    num_units: int
+    tiles: tuple[Tile, ...]
+    wide_tile: Tile
+
+    def tile(self, num_heads: int, dtype: tl.dtype) -> Tile:
+        """The shape for `num_heads` local heads multiplied in `dtype`."""
+        if dtype == tl.float32:
+            return self.wide_tile
+        return next((tile for tile in self.tiles if tile.heads >= num_heads), self.tiles[-1])
+
+
+def _tile(heads: int, keys: int, warps: int, stages: int = 1, **splits: float) -> Tile:
+    plan = {"max_splits": 32, "programs_per_unit": 2, "setup_tiles": 1.0, "reduce_tiles": 0.1} | splits
+    return Tile(heads, keys, warps, stages, SplitTraits(tile_keys=keys, **plan))  # type: ignore[arg-type]
+
+
+_OCP, _FNUZ = frozenset({Fp8Format.OCP}), frozenset({Fp8Format.FNUZ})
+_TILES = {
+    "gfx942": (_FNUZ, (_tile(16, 32, 2),), _tile(16, 16, 4)),
+    "gfx950": (_OCP, (_tile(16, 64, 4),), _tile(16, 16, 4)),
+    "sm90": (_OCP, (_tile(16, 64, 4),), _tile(16, 16, 4)),
+    "other": (frozenset(), (_tile(16, 32, 4),), _tile(16, 16, 4)),
+}
+
+
+def traits_for(arch: str, num_units: int) -> DecodeTraits:
+    """The traits of an architecture name as Triton spells it (gfx950, sm90), with defaults for unknown ones."""
+    native, tiles, wide = _TILES.get(arch, _TILES["other"])
+    return DecodeTraits(native, False, num_units, tiles, wide)
+
+
+@functools.cache
+def traits_of(device: torch.device) -> DecodeTraits:
+    """The traits of the device that a tensor lies on; on a CPU those of Triton's interpreter."""
+    if device.type == "cpu":
+        native = frozenset({Fp8Format.OCP})
+        tile = _tile(16, 32, 1)
+        return DecodeTraits(native, True, 256, (tile,), tile)
+    target = triton.runtime.driver.active.get_current_target()
+    arch = str(target.arch) if target.backend == "hip" else f"sm{target.arch}"
+    return traits_for(arch.split(":")[0], torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,133 @@
+"""The driver's connection to Ray: joining a cluster, or starting a private one that leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass, field
+
+from dsv4dist.env import fold_rocr_mask, prepare_private_ray, ray_address
+from dsv4dist.errors import ConfigError, WorkerError
+from dsv4dist.workers.processes import Process, children, command_line, descendants, kill, wait_gone
+
+log = logging.getLogger(__name__)
+
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):\d{1,5}")
+_OBJECT_STORE_BYTES = 128 << 20
+"""Enough for start-up messages: steps do not go through the object store, and a container's /dev/shm may be small."""
+_EXIT_WAIT_S = 1.0
+
+
+@dataclass
+class RayConnection:
+    """A connected Ray; `close` undoes what `connect_ray` did, and no more."""
+
+    address: str
+    private: bool
+    """Started by `connect_ray` for this process alone."""
+    joined: bool
+    """Connected by `connect_ray`; False when the calling program had connected before."""
+    node_id: str
+    """The driver's node."""
+    host: str
+    """The driver's address in the cluster."""
+    _processes: list[Process] = field(default_factory=list)
+    _open: bool = True
+
+    def num_gpus(self) -> int:
+        """GPUs in the whole cluster; `--device auto` uses them when there are any."""
+        import ray
+
+        return int(ray.cluster_resources().get("GPU", 0))
+
+    def close(self) -> None:
+        """Leave the cluster; a private one is ended, and no process of it is left. A second call does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        if not self.joined:
+            return
+        import ray
+
+        everything = descendants(self._processes)
+        ray.shutdown()
+        if self.private:
+            kill(wait_gone(everything, _EXIT_WAIT_S))
+            wait_gone(everything, _EXIT_WAIT_S)
+
+
+def connect_ray(address: str, tp_size: int) -> RayConnection:
+    """Join or start Ray. A program that is already connected keeps its connection, whatever `address` says.
+
+    address  `auto`: the cluster that RAY_ADDRESS names, else a private instance; `local`: a private instance;
+             HOST:PORT: that cluster
+    tp_size  a private instance offers at least this many CPUs, so that many CPU ranks fit on few cores
+
+    Raises: ConfigError for an address of another form; WorkerError when the cluster does not answer.
+    """
+    target = _target(address)
+    change = fold_rocr_mask()
+    if change is not None:
+        log.warning("%s", change)
+    if target is None:
+        prepare_private_ray()  # before the import, which reads what it sets
+    import ray
+
+    if ray.is_initialized():
+        return _connection(private=False, joined=False)
+    before = children(os.getpid())
+    try:
+        if target is None:
+            ray.init(
+                address="local",
+                num_cpus=max(tp_size, len(os.sched_getaffinity(0))),
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(address=target, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        where = f"Ray at {target}" if target else "a private Ray instance"
+        text = " ".join(str(error).split())[:300]
+        raise WorkerError(f"{where} does not start or answer: {text}; check --address and `ray status`") from error
+    connection = _connection(private=target is None, joined=True)
+    if target is None:
+        connection._processes = [
+            child for child in children(os.getpid()) if child not in before and "/ray/" in command_line(child.pid)
+        ]
+    return connection
+
+
+def _target(address: str) -> str | None:
+    """What to join; None = start a private instance."""
+    source = "--address"
+    if address == "auto":
+        named = ray_address()
+        if named is None:
+            return None
+        source, address = "RAY_ADDRESS", named
+        if address == "auto":
+            return "auto"
+    if address == "local":
+        return None
+    if not _HOST_PORT.fullmatch(address):
+        raise ConfigError(
+            f"{source} is {address!r}; expected auto, local or HOST:PORT (to reach a cluster from outside it, "
+            "use `ray job submit --address http://HOST:8265 -- dsv4dist ...`)"
+        )
+    return address
+
+
+def _connection(private: bool, joined: bool) -> RayConnection:
+    import ray
+
+    context = ray.get_runtime_context()
+    return RayConnection(
+        address=context.gcs_address,
+        private=private,
+        joined=joined,
+        node_id=context.get_node_id(),
+        host=ray.util.get_node_ip_address(),
+    )

@@ -1,0 +1,1 @@
+"""What tests compare against: oracles that share no code with the package beyond its configuration records."""
