@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from dsv4dist import Engine, EngineConfig, SamplingParams
 
 
 @pytest.fixture(scope="module")
-def running(checkpoint: Callable[..., Path]) -> Engine:
+def running(checkpoint: Callable[..., Path]) -> Iterator[Engine]:
     config = EngineConfig(
         model=checkpoint("tiny"),
         distributed_executor_backend="local",

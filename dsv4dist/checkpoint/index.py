@@ -37,11 +37,8 @@ class CheckpointIndex:
     """All tensors of a checkpoint directory by their stored names."""
 
     directory: Path
+    files: list[Path]
     tensors: dict[str, TensorEntry]
-
-    @property
-    def files(self) -> list[Path]:
-        return sorted({entry.file for entry in self.tensors.values()})
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +54,7 @@ def open_index(directory: Path) -> CheckpointIndex:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     weight_map = _weight_map(directory)
-    files = sorted({directory / file for file in weight_map.values()}) or _all_files(directory)
+    files = [directory / file for file in sorted(set(weight_map.values()))] or _all_files(directory)
     problems: list[str] = []
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -81,7 +78,7 @@ def open_index(directory: Path) -> CheckpointIndex:
             problems.append(f"{INDEX_FILE} names tensors that their files do not hold: {list_names(lost)}")
     if problems:
         raise one_error(CheckpointError, str(directory), problems)
-    return CheckpointIndex(directory, tensors)
+    return CheckpointIndex(directory, files, tensors)
 
 
 def read_header(file: Path) -> list[TensorEntry]:
@@ -146,7 +143,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: not readable, or without a weight_map; fetch it again") from None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
-    odd = sorted({file for file in weight_map.values() if Path(file).name != file or not file.endswith(".safetensors")})
+    names = set(weight_map.values())
+    odd = sorted(file for file in names if Path(file).name != file or not file.endswith(".safetensors"))
     if odd:
         raise CheckpointError(f"{path}: {list_names(odd)}: only safetensors files next to the index are read")
     return weight_map

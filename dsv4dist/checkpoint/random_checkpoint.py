@@ -7,6 +7,7 @@ import math
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsv4dist.checkpoint.index import INDEX_FILE, open_index
+from dsv4dist.checkpoint.index import INDEX_FILE, CheckpointIndex, open_index
 from dsv4dist.checkpoint.names import SCALE_SUFFIXES, save_pretrained_name
 from dsv4dist.checkpoint.parameters import Parameter, Role, Storage, draft_parameters, model_parameters
 from dsv4dist.checkpoint.presets import PRESETS, release_config, transformers_config
@@ -35,6 +36,15 @@ FORMATS = ("release", "transformers")
 MARKER_FILE = "random_checkpoint.json"
 """Says that a directory was written here, and which files of it: those alone are ever replaced."""
 _PARTIAL = ".partial"  # ends the name of a shard until all of them are written
+
+# Mean and standard deviation by ending of the name; what is not here is a matrix with unit gain.
+_SPREADS = {
+    "embed.weight": (0.0, 1.0),
+    "attn_sink": (0.5, 1.5),
+    "ape": (0.0, 0.7),
+    "gate.bias": (0.0, 0.2),
+    "_base": (0.0, 0.5),
+}
 
 
 def make_checkpoint(
@@ -60,12 +70,13 @@ def make_checkpoint(
     config = parse_model_config(raw, where=f"preset {preset}")
     _check_sizes(config, quant)
     made_from = {"preset": preset, "seed": seed, "format": format, "quant": quant, "overrides": overrides or {}}
-    writer = _Writer(target, made_from, max_shard_bytes)
-    for name, tensor in _stored_tensors(config, seed, format, quant):
-        writer.add(name, tensor)
-    writer.finish(raw)
-    if write_tokenizer(target, config):
+    with _write_errors(target):
+        writer = _Writer(target, made_from, max_shard_bytes)
+        for name, tensor in _stored_tensors(config, seed, format, quant):
+            writer.add(name, tensor)
+        writer.finish(raw)
         writer.record(TOKENIZER_FILES)
+        write_tokenizer(target, config)
     return target
 
 
@@ -82,26 +93,15 @@ def dequantise_checkpoint(source: str | Path, target: str | Path) -> Path:
     for key in ("quantization_config", "expert_dtype"):
         raw.pop(key, None)
     raw["torch_dtype"] = "float32"
-    writer = _Writer(target, {"dequantised": True}, max_shard_bytes=2_000_000_000)
-    stems = {name: name.removesuffix("weight") for name in index.tensors if name.endswith(".weight")}
-    scales = {
-        name: next((stem + suffix for suffix in SCALE_SUFFIXES if stem + suffix in index.tensors), None)
-        for name, stem in stems.items()
-    }
-    for name, entry in index.tensors.items():
-        if name in scales.values():
-            continue
-        tensor, scale_name = _read(entry.file, name), scales.get(name)
-        if scale_name is not None and tensor.element_size() == 1:
-            scale = _read(index.tensors[scale_name].file, scale_name)
-            packed = tensor.dtype in (torch.int8, torch.uint8)
-            tensor = (dequantise_fp4 if packed else dequantise_block_fp8)(tensor, scale)
-        writer.add(name, tensor.float() if tensor.is_floating_point() else tensor)
-    writer.finish(raw)
-    copied = [file for file in TOKENIZER_FILES if (source / file).is_file()]
-    for file in copied:
-        shutil.copyfile(source / file, target / file)
-    writer.record(copied)
+    with _write_errors(target):
+        writer = _Writer(target, {"dequantised": True}, max_shard_bytes=2_000_000_000)
+        for name, tensor in _dequantised_tensors(index):
+            writer.add(name, tensor)
+        writer.finish(raw)
+        copied = [file for file in TOKENIZER_FILES if (source / file).is_file()]
+        writer.record(copied)
+        for file in copied:
+            shutil.copyfile(source / file, target / file)
     return target
 
 
@@ -123,16 +123,6 @@ def random_parameter(parameter: Parameter, config: ModelConfig, seed: int) -> Te
             return mean + spread * values
     spread = 2.0 if name == "head.weight" else 1.0
     return values * _block_factors(parameter, generator) * (spread / math.sqrt(shape[1]))
-
-
-# Mean and standard deviation by ending of the name; what is not here is a matrix with unit gain.
-_SPREADS = {
-    "embed.weight": (0.0, 1.0),
-    "attn_sink": (0.5, 1.5),
-    "ape": (0.0, 0.7),
-    "gate.bias": (0.0, 0.2),
-    "_base": (0.0, 0.5),
-}
 
 
 def _block_factors(parameter: Parameter, generator: torch.Generator) -> Tensor:
@@ -165,6 +155,24 @@ def _stored_tensors(config: ModelConfig, seed: int, format: str, quant: bool) ->
             yield name, rounded.float() if value.ndim == 1 and not release else rounded
 
 
+def _dequantised_tensors(index: CheckpointIndex) -> Iterator[tuple[str, Tensor]]:
+    scales = {}
+    for name in index.tensors:
+        stem = name.removesuffix("weight")
+        found = [stem + suffix for suffix in SCALE_SUFFIXES if name != stem and stem + suffix in index.tensors]
+        if found:
+            scales[name] = found[0]
+    for name, entry in index.tensors.items():
+        if name in scales.values():
+            continue
+        tensor = _read(entry.file, name)
+        if name in scales and tensor.element_size() == 1:
+            scale = _read(index.tensors[scales[name]].file, scales[name])
+            packed = tensor.dtype in (torch.int8, torch.uint8)
+            tensor = (dequantise_fp4 if packed else dequantise_block_fp8)(tensor, scale)
+        yield name, tensor.float() if tensor.is_floating_point() else tensor
+
+
 def _sizes(preset: str, seed: int, format: str, quant: bool, overrides: dict[str, Any]) -> dict[str, Any]:
     problems = []
     if preset not in PRESETS:
@@ -191,6 +199,16 @@ def _check_sizes(config: ModelConfig, quant: bool) -> None:
         raise ConfigError(f"random checkpoint: fp4 experts need multiples of {FP4_BLOCK}, not {', '.join(bad)}")
 
 
+@contextmanager
+def _write_errors(directory: Path) -> Iterator[None]:
+    """Turn what the file system refuses into one named error."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"{directory}: cannot be written to ({reason})") from None
+
+
 def _read(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as handle:
         tensor: Tensor = handle.get_tensor(name)
@@ -213,11 +231,8 @@ class _Writer:
 
     def _claim(self) -> None:
         """Take an empty or new directory, or clear one that was written here; refuse every other."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            present = {entry.name for entry in self.directory.iterdir()}
-        except OSError as error:
-            raise CheckpointError(f"{self.directory}: cannot be written to ({error.strerror})") from None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        present = {entry.name for entry in self.directory.iterdir()}
         marker = self.directory / MARKER_FILE
         ours = set()
         if marker.is_file():
@@ -248,10 +263,7 @@ class _Writer:
 
     def _flush(self) -> None:
         path = self.directory / f"{len(self._shards):05d}{_PARTIAL}"
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be written ({error})") from None
+        save_file(self._pending, path, metadata={"format": "pt"})
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 

@@ -70,17 +70,21 @@ def run(arguments: list[str]) -> int:
             result = get_command(app).main(args=arguments or ["--help"], prog_name="dsv4dist", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Interrupted as interrupt:
-        complain(f"interrupted by {interrupt}; results up to here are kept")
-        return interrupt.exit_code
+        return _interrupted(interrupt.signum)
     except SystemExit as end:
         # Ray, while it starts, answers SIGTERM by sys.exit(SIGTERM).
-        return 128 + signal.SIGTERM if end.code == signal.SIGTERM else _code(end.code)
+        return _interrupted(signal.SIGTERM) if end.code == signal.SIGTERM else _code(end.code)
     except Exception as error:
         if debugging():
             traceback.print_exc()
         text, code = _describe(error, arguments)
         complain(f"error: {text}")
         return code
+
+
+def _interrupted(signum: int) -> int:
+    complain(f"interrupted by {signal.Signals(signum).name}; results up to here are kept")
+    return 128 + signum
 
 
 def _code(code: object) -> int:

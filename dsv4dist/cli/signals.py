@@ -12,13 +12,10 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CLEAN_UP_LIMIT_S = 10.0
-"""An exit that takes longer than this is cut short."""
+EXIT_LIMIT_S = 2.8
+"""An exit that takes longer is cut short: `ray job stop` kills after 3 s, and Ray's processes end with their driver."""
 _SAME_EVENT_S = 1.0
 """Signals this close together are one wish: some supervisors signal the process and then its group."""
-
-_first_at: float | None = None
-_cut: threading.Timer | None = None
 
 
 class Interrupted(BaseException):
@@ -26,40 +23,68 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
-        self.exit_code = 128 + signum
+        self.signum = signum
+
+
+class _Watch:
+    """From the first signal to the end of cleaning up."""
+
+    def __init__(self) -> None:
+        self.noticed_at: float | None = None
+        self._ended = threading.Event()
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self.write_end, False)
+        threading.Thread(target=self._enforce_limit, daemon=True, name="signal limit").start()
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.noticed_at is None:
+            self.noticed_at = now
+            raise Interrupted(signum)
+        if now - self.noticed_at > _SAME_EVENT_S:
+            os._exit(128 + signum)
+
+    def close(self) -> None:
+        self._ended.set()
+        os.close(self.write_end)
+
+    def _enforce_limit(self) -> None:
+        """Python writes each signal's number to the pipe at once, also while the main thread is inside C code."""
+        while number := os.read(self._read_end, 1):
+            if number[0] in SIGNALS and not self._ended.wait(EXIT_LIMIT_S):
+                name = signal.Signals(number[0]).name
+                os.write(2, f"dsv4dist: interrupted by {name}; cleaning up took too long and was cut short\n".encode())
+                os._exit(128 + number[0])
+        os.close(self._read_end)
+
+
+_watch: _Watch | None = None
 
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Raise Interrupted in the main thread for the first of SIGNALS; a second one ends the process at once."""
-    global _first_at
-    _first_at = None
+    """Raise Interrupted in the main thread for the first of SIGNALS; a second one ends the process at once.
+
+    The process also ends, with the same exit code, when it has not ended by itself EXIT_LIMIT_S later."""
+    global _watch
+    _watch = _Watch()
     before: dict[signal.Signals, Any] = {one: signal.getsignal(one) for one in SIGNALS}
+    wakeup_before = signal.set_wakeup_fd(_watch.write_end, warn_on_full_buffer=False)
     take_signals()
     try:
         yield
     finally:
-        if _cut is not None:
-            _cut.cancel()
         for one, handler in before.items():
             signal.signal(one, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        if _watch.noticed_at is None:  # else the limit holds up to the end of the process
+            _watch.close()
+        _watch = None
 
 
 def take_signals() -> None:
     """Install the handlers, again where a library has replaced them; a signal that is ignored stays ignored."""
+    assert _watch is not None, "take_signals() is for code inside signals_raise()"
     for one in SIGNALS:
         if signal.getsignal(one) is not signal.SIG_IGN:
-            signal.signal(one, _on_signal)
-
-
-def _on_signal(signum: int, frame: FrameType | None) -> None:
-    global _first_at, _cut
-    now = time.monotonic()
-    if _first_at is None:
-        _first_at = now
-        _cut = threading.Timer(CLEAN_UP_LIMIT_S, os._exit, args=(128 + signum,))
-        _cut.daemon = True
-        _cut.start()
-        raise Interrupted(signum)
-    if now - _first_at > _SAME_EVENT_S:
-        os._exit(128 + signum)
+            signal.signal(one, _watch.on_signal)

@@ -207,10 +207,11 @@ def dequantise_fp4(packed: Tensor, scale: Tensor) -> Tensor:
     if tuple(scale.shape) != expected:
         raise ShapeError(f"scale of an fp4 weight {[rows, columns]}", list(expected), list(scale.shape))
     factor = scale if scale.dtype == torch.float32 else decode_scale_byte(scale)
-    table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], device=packed.device)
-    byte = packed.view(torch.uint8)
-    codes = torch.stack((byte & 0x0F, byte >> 4), dim=-1).flatten(1)
-    return table[codes.int()] * factor.repeat_interleave(FP4_BLOCK, dim=1)[:, :columns]
+    code_values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)], device=packed.device)
+    byte = torch.arange(256, device=packed.device)
+    pairs = torch.stack((code_values[byte & 0x0F], code_values[byte >> 4]), dim=-1)
+    values = pairs[packed.view(torch.uint8).int()].flatten(1)
+    return values * factor.repeat_interleave(FP4_BLOCK, dim=1)[:, :columns]
 
 
 def _blocks(size: int) -> int:
@@ -218,7 +219,7 @@ def _blocks(size: int) -> int:
 
 
 def _grouped(values: Tensor, group: int) -> Tensor:
-    return values.reshape(*values.shape[:-1], -1, group)
+    return values.reshape(*values.shape[:-1], values.shape[-1] // group, group)
 
 
 def _scaled_down(x: Tensor, byte: Tensor) -> Tensor:

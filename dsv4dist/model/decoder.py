@@ -9,11 +9,11 @@ from dsv4dist.config.model import LayerKind, ModelConfig
 from dsv4dist.distributed.comm import Communicator
 from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.kernels.ops import Ops
-from dsv4dist.kernels.reference.norm import rms_norm
 from dsv4dist.layers.attention import Attention
 from dsv4dist.layers.rotary import rotary_table
 from dsv4dist.layers.weights import below
-from dsv4dist.model.hyper_connection import HyperConnection, weighted_sum
+from dsv4dist.model.head import Embedding, Head
+from dsv4dist.model.hyper_connection import HyperConnection
 from dsv4dist.model.moe import MixtureOfExperts
 from dsv4dist.step.metadata import StepMetadata
 
@@ -49,7 +49,7 @@ class DecoderLayer:
 
 
 class Model:
-    """Embedding, layers and head. Embedding and head are split over the vocabulary; logits are gathered."""
+    """Embedding, layers and head."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Model:
         ops: Ops,
         max_model_len: int,
     ) -> None:
-        self.config, self.comm, self.ops = config, comm, ops
-        self.vocabulary = tp.split(config.vocab_size)
-        self.embed, self.norm, self.head = weights["embed.weight"], weights["norm.weight"], weights["head.weight"]
-        self.hc_fn, self.hc_base, self.hc_scale = (weights[f"hc_head_{part}"] for part in ("fn", "base", "scale"))
+        self.config = config
+        self.embed = Embedding(weights["embed.weight"], tp.split(config.vocab_size).start, comm)
+        self.head = Head(config, weights, weights["head.weight"], comm, ops)
+        device = weights["embed.weight"].device
         tables = {
-            kind: rotary_table(rotary, config.rope_head_dim, max_model_len, self.embed.device)
+            kind: rotary_table(rotary, config.rope_head_dim, max_model_len, device)
             for kind, rotary in ((LayerKind.SWA, config.main_rope), (LayerKind.CSA, config.compress_rope))
         }
         tables[LayerKind.HCA] = tables[LayerKind.CSA]
@@ -76,20 +76,7 @@ class Model:
 
     def forward(self, step: StepMetadata, caches: list[LayerCaches]) -> torch.Tensor:
         """Run all layers on the step's tokens; returns the streams [T, m, Hd] and writes the caches."""
-        streams = self._embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        streams = self.embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         for layer, layer_caches in zip(self.layers, caches, strict=True):
             streams = layer(streams, step, layer_caches)
         return streams
-
-    def logits(self, streams: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [rows, vocabulary] of the rows of `streams` [rows, m, Hd], the same on every rank."""
-        mixed = rms_norm(streams.float().flatten(1), None, self.config.rms_norm_eps) @ self.hc_fn.T
-        pre = torch.sigmoid(mixed * self.hc_scale + self.hc_base) + self.config.hc_eps
-        x = self.ops.rms_norm(weighted_sum(streams, pre), self.norm, self.config.rms_norm_eps)
-        return self.comm.all_gather_last(x.float() @ self.head.T)
-
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        local = token_ids - self.vocabulary.start
-        mine = (local >= 0) & (local < self.embed.shape[0])
-        rows = self.embed[torch.where(mine, local, 0)]
-        return self.comm.all_reduce(torch.where(mine.unsqueeze(-1), rows, 0))

@@ -77,20 +77,23 @@ def choose_strategy(nodes: Sequence[Node], size: int, resource: str) -> str | No
     return "PACK" if sum(capacities) >= size else None
 
 
-def place(size: int, resource: str, timeout_s: float) -> Placement:
+def place(size: int, resource: str, timeout_s: float, *, may_grow: bool = True) -> Placement:
     """Reserve one CPU or one GPU (`resource`) for each of `size` ranks, on one node if any is large enough.
 
-    A cluster that is too small as a whole is refused after at most IMPOSSIBLE_WAIT_S, unless nodes are on their way.
+    A cluster that is too small as a whole is refused after at most IMPOSSIBLE_WAIT_S, unless nodes are on their way;
+    at once if it cannot grow.
     Raises: PlacementError saying what was asked, what each node has, and which command to run.
     """
     strategy = choose_strategy(cluster_nodes(), size, resource)
-    group = placement_group([{resource: 1}] * size, strategy=strategy or "PACK", name="dsv4dist")
+    if strategy is None and not may_grow:
+        raise PlacementError(_refusal(size, resource, None, "the private Ray instance is too small"))
+    group = placement_group([{resource: 1}] * size, strategy=strategy or "PACK")
     try:
         if strategy is None:
             strategy = _wait_for_nodes(size, resource, timeout_s)
             if strategy == "STRICT_PACK":  # the nodes that came can do better than what is pending
                 remove_placement_group(group)
-                group = placement_group([{resource: 1}] * size, strategy=strategy, name="dsv4dist")
+                group = placement_group([{resource: 1}] * size, strategy=strategy)
         if not group.wait(timeout_s):
             raise PlacementError(_refusal(size, resource, strategy, f"not granted within {timeout_s:g} s"))
     except BaseException:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
+import threading
 from dataclasses import dataclass, field
 
 from dsv4dist.env import fold_rocr_mask, prepare_private_ray, ray_address
@@ -77,6 +79,7 @@ def connect_ray(address: str, tp_size: int) -> RayConnection:
     if ray.is_initialized():
         return _connection(private=False, joined=False)
     before = children(os.getpid())
+    on_term = signal.getsignal(signal.SIGTERM)
     try:
         if target is None:
             ray.init(
@@ -92,6 +95,8 @@ def connect_ray(address: str, tp_size: int) -> RayConnection:
         where = f"Ray at {target}" if target else "a private Ray instance"
         text = " ".join(str(error).split())[:300]
         raise WorkerError(f"{where} does not start or answer: {text}; check --address and `ray status`") from error
+    if threading.current_thread() is threading.main_thread() and on_term is not None:
+        signal.signal(signal.SIGTERM, on_term)  # Ray puts a handler there that aborts the process
     connection = _connection(private=target is None, joined=True)
     if target is None:
         connection._processes = [

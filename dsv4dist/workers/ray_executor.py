@@ -78,7 +78,9 @@ class RayExecutor:
             self._connection = self._connection or connect_ray(self._address, self._tp_size)
             from dsv4dist.workers.placement import place
 
-            self._placement = place(self._tp_size, self._resource, self._placement_timeout_s)
+            self._placement = place(
+                self._tp_size, self._resource, self._placement_timeout_s, may_grow=not self._connection.private
+            )
             report = self._launch()
         except BaseException as error:
             self._end(str(error) or type(error).__name__)

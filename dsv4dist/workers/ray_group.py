@@ -27,7 +27,7 @@ _SETTLE_S = 0.2
 _CAUSE_WAIT_S = 5.0
 _HEALTH_S = 2.0
 _GONE_S = 1.0
-_REMOTE_GONE_S = 10.0
+_REMOTE_GONE_S = 2.5
 
 
 class RankGroup:
@@ -222,7 +222,7 @@ def _wait_pids_gone(pids: list[int], timeout_s: float) -> None:
 
 def _reason(text: str) -> str:
     """The sentence of Ray's long explanation that says why an actor died."""
-    found = re.search(r"Worker exit detail:(.*?)(?:There are some potential root causes|\n|$)", text, re.DOTALL)
+    found = re.search(r"Worker exit detail:(.*?)(?:Some common causes|There are some potential|\n|$)", text, re.DOTALL)
     if found and found[1].strip():
         return f"{one_line(found[1])} (killed, out of memory, or crashed)"
     lines = [line for line in text.splitlines() if line.strip()]

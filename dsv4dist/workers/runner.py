@@ -92,7 +92,7 @@ class ModelRunner:
             return np.empty(0, dtype=np.int32)
         last_rows = sections["query_start_loc"][1:][reqs].long() - 1
         tokens = sample(
-            self.model.logits(streams[last_rows]),
+            self.model.head(streams[last_rows]),
             sections["temperature"].view(torch.float32)[reqs],
             sections["top_p"].view(torch.float32)[reqs],
             sections["top_k"][reqs],
@@ -108,7 +108,7 @@ class ModelRunner:
         rows = torch.nonzero(kind_of_row >= RowKind.SCORE).flatten()
         logprobs, wanted = [torch.empty(0)], [torch.empty(0, self.config.model.vocab_size)]
         for part in torch.split(rows, SCORE_ROWS) if rows.numel() else ():
-            logits = self.model.logits(streams[part])
+            logits = self.model.head(streams[part])
             logprobs.append(token_logprobs(logits, sections["targets"][part]).cpu())
             wanted.append(logits[kind_of_row[part] == RowKind.SCORE_LOGITS].cpu())
         return torch.cat(logprobs).numpy(), torch.cat(wanted).numpy()

@@ -269,6 +269,16 @@ def test_the_result_outlives_the_files(tmp_path: Path) -> None:
     assert_same(tensors, before)
 
 
+@pytest.mark.gpu
+def test_a_gpu_gets_the_same_bits(checkpoint: Checkpoint) -> None:
+    directory = checkpoint("tiny", quant=True)
+    config = load_model_config(directory)
+    for rank in range(4):
+        there = load_parameters(directory, config, TpInfo(rank, 4), torch.bfloat16, torch.device("cuda")).tensors
+        assert all(tensor.is_cuda for tensor in there.values())
+        assert_same({name: tensor.cpu() for name, tensor in there.items()}, load(directory, rank, 4, torch.bfloat16))
+
+
 def test_group_sizes_that_do_not_divide(checkpoint: Checkpoint) -> None:
     with pytest.raises(ConfigError, match="o_groups = 4"):
         load(checkpoint("tiny"), 0, 8)

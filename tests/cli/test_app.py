@@ -106,6 +106,18 @@ def test_options_that_this_model_does_not_allow(checkpoint: Callable[..., Path],
     fails(generate(model, "--tp", "2"), 2, "the local executor holds one rank", capsys)
 
 
+@pytest.mark.ray
+def test_more_ranks_than_the_cluster_can_place(checkpoint: Callable[..., Path], capsys: Capture) -> None:
+    import ray
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    try:
+        arguments = ["generate", "--model", str(checkpoint("tiny-swa")), "--device", "cpu", "--prompt", "a"]
+        fails([*arguments, "--tp", "2", "--placement-timeout-s", "2"], 1, "ray status", capsys)
+    finally:
+        ray.shutdown()
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

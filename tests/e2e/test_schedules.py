@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.compare import SelectionGaps, assert_logits_close, random_tokens
 from tests.support.stepping import Step, Stepper
 
 CLOSE = 1e-4
@@ -18,32 +19,41 @@ PRESETS = ["tiny-swa", "tiny-csa", "tiny-hca", "tiny"]
 LIMITS = {"max_num_batched_tokens": 640, "max_num_seqs": 24, "max_model_len": 640, "poison_memory": True}
 
 
-def tokens(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 256, length).tolist()
+class CheckedStepper(Stepper):
+    """A stepper that compares with one step of everything."""
+
+    def __init__(self, directory: Path, engine: Any) -> None:
+        super().__init__(engine)
+        self.gaps = SelectionGaps(directory)
+
+    def one_shot(self, sequence: list[int]) -> np.ndarray:
+        return self.run([sequence], [[(0, len(sequence))]])[0]
+
+    def check(self, sequence: list[int], got: np.ndarray, expected: np.ndarray, what: str) -> None:
+        assert_logits_close(got, expected, lambda: self.gaps.of(sequence), CLOSE, what)
 
 
 @pytest.fixture(scope="module", params=PRESETS)
-def stepper(request: pytest.FixtureRequest, checkpoint: Callable[..., Path], engine: Callable[..., Any]) -> Stepper:
-    return Stepper(engine(checkpoint(request.param), **LIMITS))
-
-
-def one_shot(stepper: Stepper, sequence: list[int]) -> np.ndarray:
-    return stepper.run([sequence], [[(0, len(sequence))]])[0]
+def stepper(
+    request: pytest.FixtureRequest, checkpoint: Callable[..., Path], engine: Callable[..., Any]
+) -> CheckedStepper:
+    directory = checkpoint(request.param)
+    return CheckedStepper(directory, engine(directory, **LIMITS))
 
 
 @pytest.mark.parametrize("base", [0, 116, 248], ids=lambda base: f"from {base + 1}")
-def test_prefill_of_n_then_one_token_at_a_time(stepper: Stepper, base: int) -> None:
+def test_prefill_of_n_then_one_token_at_a_time(stepper: CheckedStepper, base: int) -> None:
     """For 24 neighbouring n at once: n tokens in one step, then 12 decode steps, against one step of everything."""
-    sequence, extra = tokens(300, seed=base), 12
+    sequence, extra = random_tokens(300, seed=base), 12
     splits = range(base + 1, base + 25)
-    expected = one_shot(stepper, sequence)
+    expected = stepper.one_shot(sequence)
     got: list[np.ndarray] = []
     for part in (splits[:12], splits[12:]):
         prefills: list[Step] = [[(i, n)] for i, n in enumerate(part)]
         decodes: list[Step] = [[(i, 1) for i in range(len(part))]] * extra
         got += stepper.run([sequence[: n + extra] for n in part], prefills + decodes, num_prompt=list(part))
     for n, logits in zip(splits, got, strict=True):
-        np.testing.assert_allclose(logits, expected[: n + extra], atol=CLOSE, rtol=0, err_msg=f"prefill of {n}")
+        stepper.check(sequence[: n + extra], logits, expected[: n + extra], f"prefill of {n}")
 
 
 @st.composite
@@ -66,21 +76,19 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[Step]]:
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(case=schedules(), seed=st.integers(0, 1000))
-def test_any_schedule_equals_one_shot(stepper: Stepper, case: tuple[list[int], list[Step]], seed: int) -> None:
+def test_any_schedule_equals_one_shot(stepper: CheckedStepper, case: tuple[list[int], list[Step]], seed: int) -> None:
     lengths, steps = case
-    sequences = [tokens(length, seed=seed + i) for i, length in enumerate(lengths)]
+    sequences = [random_tokens(length, seed=seed + i) for i, length in enumerate(lengths)]
     got = stepper.run(sequences, steps)
     for i, sequence in enumerate(sequences):
-        np.testing.assert_allclose(
-            got[i], one_shot(stepper, sequence), atol=CLOSE, rtol=0, err_msg=f"sequence {i} of {lengths} in {steps}"
-        )
+        stepper.check(sequence, got[i], stepper.one_shot(sequence), f"sequence {i} of {lengths} in {steps}")
 
 
-def test_a_dropped_request_leaves_nothing_behind(stepper: Stepper) -> None:
+def test_a_dropped_request_leaves_nothing_behind(stepper: CheckedStepper) -> None:
     """A request given up in the middle, and one begun again from its start, as after a preemption."""
-    first, second = tokens(203, seed=1), tokens(70, seed=2)
-    expected = one_shot(stepper, second)
+    first, second = random_tokens(203, seed=1), random_tokens(70, seed=2)
+    expected = stepper.one_shot(second)
     for stop in (5, 67, 130):
         stepper.run([first], [[(0, stop)]])
         (again,) = stepper.run([second], [[(0, 45)], *([[(0, 1)]] * 25)], num_prompt=[45])
-        np.testing.assert_allclose(again, expected, atol=CLOSE, rtol=0, err_msg=f"after {stop} tokens")
+        stepper.check(second, again, expected, f"after {stop} tokens")

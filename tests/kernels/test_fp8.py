@@ -20,6 +20,11 @@ FORMATS = [Fp8Format.OCP, Fp8Format.FNUZ]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def e4m3_value(byte: int, fp8_format: Fp8Format) -> float:
     """What an e4m3 byte is worth, from the definition of the encoding."""
     bias = 7 if fp8_format is Fp8Format.OCP else 8
@@ -180,7 +185,7 @@ def test_groups_against_a_loop(fp8_format: Fp8Format, dtype: torch.dtype) -> Non
             assert scale[row, group] == exponent + 127
             for value, byte in zip(x, data[row, group * 64 : group * 64 + 64].tolist(), strict=True):
                 code = nearest_even(value * 2.0**-exponent, magnitudes)
-                signed = value < 0 and (code > 0 or fp8_format is Fp8Format.OCP)
+                signed = math.copysign(1, value) < 0 and (code > 0 or fp8_format is Fp8Format.OCP)
                 assert byte == code | (0x80 if signed else 0)
     decoded = fp8.dequantise_groups(data, scale, fp8_format)
     np.testing.assert_allclose(decoded.numpy(), values.float().numpy(), rtol=2**-4, atol=2**-9 * 2**-14)
@@ -327,3 +332,30 @@ def test_fp4_refuses_wrong_types_and_shapes() -> None:
         fp8.dequantise_fp4(torch.zeros(2, 16), torch.ones(2, 1))
     with pytest.raises(ShapeError, match=r"\[2, 2\]"):
         fp8.dequantise_fp4(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8_format", FORMATS)
+def test_a_gpu_writes_the_same_bytes(fp8_format: Fp8Format) -> None:
+    values = torch.randn(64, 448) * torch.exp2(torch.randint(-20, 12, (64, 448)).float())
+    values[3, 5], values[4, 6], values[5, :64] = math.nan, -math.inf, 0
+    for here, there in zip(
+        fp8.quantise_groups(values, fp8_format), fp8.quantise_groups(values.cuda(), fp8_format), strict=True
+    ):
+        assert torch.equal(here, there.cpu())
+    every = torch.arange(256, dtype=torch.uint8)
+    for decode in (fp8.decode_scale_byte, lambda data: fp8.decode_fp8(data, fp8_format)):
+        np.testing.assert_array_equal(decode(every.cuda()).cpu().numpy(), decode(every).numpy())
+
+
+@pytest.mark.gpu
+def test_a_gpu_stores_the_same_weights() -> None:
+    weight = torch.randn(300, 288) * torch.exp2(torch.randint(-9, 9, (300, 288)).float())
+    for quantise, dequantise in (
+        (fp8.quantise_block_fp8, fp8.dequantise_block_fp8),
+        (fp8.quantise_fp4, fp8.dequantise_fp4),
+    ):
+        here, there = quantise(weight), quantise(weight.cuda())
+        for one, other in zip(here, there, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
+        assert torch.equal(dequantise(*here), dequantise(*there).cpu())

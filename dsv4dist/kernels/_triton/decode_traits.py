@@ -72,9 +72,8 @@ def traits_for(arch: str, num_units: int) -> DecodeTraits:
 def traits_of(device: torch.device) -> DecodeTraits:
     """The traits of the device that a tensor lies on; on a CPU those of Triton's interpreter."""
     if device.type == "cpu":
-        native = frozenset({Fp8Format.OCP})
         tile = _tile(16, 32, 1)
-        return DecodeTraits(native, True, 256, (tile,), tile)
+        return DecodeTraits(frozenset(), True, 256, (tile,), tile)
     target = triton.runtime.driver.active.get_current_target()
     arch = str(target.arch) if target.backend == "hip" else f"sm{target.arch}"
     return traits_for(arch.split(":")[0], torch.cuda.get_device_properties(device).multi_processor_count)

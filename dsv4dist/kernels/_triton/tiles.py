@@ -46,6 +46,13 @@ def group_scale(word, g: tl.constexpr):
 
 
 @triton.jit
+def without_nan(x):
+    """x in fp32 with every NaN replaced by 0."""
+    x = x.to(tl.float32)
+    return tl.where(x == x, x, 0.0)
+
+
+@triton.jit
 def load_key_tile(
     data_ptr,
     slot,
@@ -72,7 +79,7 @@ def load_key_tile(
         for g in tl.static_range(GROUPS):
             key = tl.load(row_ptr + g * GROUP, mask=wanted, other=0.0)
             if SCRUB:
-                key = tl.where(key == key, key, 0.0)
+                key = without_nan(key)
             keys = keys + (key.to(DTYPE),)
     else:
         page = block * stride_block
@@ -91,7 +98,7 @@ def load_key_tile(
         rope_ptr = (data_ptr + page + within * TOKEN_BYTES + ROPE_BYTES).to(tl.pointer_type(tl.bfloat16))
         rope = tl.load(rope_ptr[:, None] + channel, mask=wanted, other=0.0)
         if SCRUB:
-            rope = tl.where(rope == rope, rope, 0.0)
+            rope = without_nan(rope)
         keys = keys + (rope.to(DTYPE),)
     return keys
 

@@ -1,0 +1,277 @@
+"""The matrix product behind the projections: y = x . w^T per group, with one scale per 128 channels or without."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4dist.arch import ArchTraits, arch_of
+from dsv4dist.kernels._triton.quantise import cast, decode_e4m3, decode_scale
+from dsv4dist.kernels.paged_cache import Fp8Format
+
+SCALE_BLOCK = 128
+"""Channels that share a scale in x, and rows and channels that share one in w."""
+UNSCALED, FP32_SCALE, BYTE_SCALE = 0, 1, 2
+FORMATS = {None: 0, Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}
+"""How kernels are told an encoding, or that there is none."""
+_FNUZ = tl.constexpr(FORMATS[Fp8Format.FNUZ])
+_UNSCALED, _BYTE_SCALE = tl.constexpr(UNSCALED), tl.constexpr(BYTE_SCALE)
+_SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One compiled shape: `rows` of x by `columns` of w a program, for at most `max_rows` rows of x."""
+
+    max_rows: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+_MANY = 1 << 30
+_SMALL = (Tile(16, 16, 64, 4, 5), Tile(32, 32, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 4, 4))
+_TILES = {
+    "sm90": (*_SMALL, Tile(_MANY, 128, 128, 8, 4)),
+    "gfx942": (Tile(16, 16, 32, 2, 2), Tile(64, 32, 64, 4, 2), Tile(256, 64, 64, 4, 2), Tile(_MANY, 128, 128, 8, 2)),
+    "gfx950": (Tile(16, 16, 32, 2, 2), Tile(64, 32, 64, 4, 2), Tile(256, 64, 64, 4, 2), Tile(_MANY, 128, 128, 8, 2)),
+    "other": (Tile(_MANY, 32, 32, 4, 2),),
+}
+"""Shapes by architecture, ascending by rows; the first that holds x's rows is taken."""
+MIN_BLOCKS, MAX_SPLITS = 4, 16
+"""A split covers at least this many blocks of 128 channels, and there are at most so many splits."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One factor of the product, [groups, rows, channels] with unit stride in channels, and its scales.
+
+    data    float, or bytes of an fp8 encoding
+    scale   [groups, rows or blocks of rows, blocks of channels] fp32 or e8m0 bytes, any strides; None = unscaled
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def scale_kind(self) -> int:
+        return UNSCALED if self.scale is None else FP32_SCALE if self.scale.dtype == torch.float32 else BYTE_SCALE
+
+    @property
+    def scale_or_data(self) -> torch.Tensor:
+        return self.data if self.scale is None else self.scale
+
+    @property
+    def scale_strides(self) -> tuple[int, ...]:
+        return (0, 0, 0) if self.scale is None else self.scale.stride()
+
+
+@triton.jit
+def load_scale(ptr, mask, KIND: tl.constexpr):
+    """fp32 scales: stored so, or as e8m0 bytes, of which 0 is 2^-127 and 255 is NaN."""
+    if KIND == _BYTE_SCALE:
+        return decode_scale(tl.load(ptr, mask=mask, other=127))
+    return tl.load(ptr, mask=mask, other=1.0)
+
+
+@triton.jit
+def load_operand(ptr, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr):
+    """A tile in DOT: of that type in memory (NATIVE), other floats (FORMAT 0), or fp8 bytes that need decoding."""
+    if NATIVE:
+        return tl.load(ptr.to(tl.pointer_type(DOT)), mask=mask, other=0.0)
+    if FORMAT == 0:
+        return tl.load(ptr, mask=mask, other=0.0).to(DOT)
+    return decode_e4m3(tl.load(ptr, mask=mask, other=0), FORMAT == _FNUZ).to(DOT)
+
+
+@triton.jit
+def _block_matmul_kernel(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    num_channels,
+    blocks_per_split,
+    stride_x_group,
+    stride_x_row,
+    stride_x_scale_group,
+    stride_x_scale_row,
+    stride_x_scale_block,
+    stride_w_group,
+    stride_w_row,
+    stride_w_scale_group,
+    stride_w_scale_row,
+    stride_w_scale_block,
+    stride_out_split,
+    stride_out_group,
+    stride_out_row,
+    X_SCALE: tl.constexpr,
+    W_SCALE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DOT: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One tile [COLUMNS, ROWS] of (x . w^T)^T: the weight is the first factor, whose side may not be small.
+
+    COLUMNS divides 128, so that a tile has one weight scale per block of channels. EVEN: no ragged block of channels.
+    """
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    row_tile = tl.program_id(0) % row_tiles  # neighbours share weights, the larger factor
+    column_tile = tl.program_id(0) // row_tiles
+    group = tl.program_id(2).to(tl.int64)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    channel = tl.arange(0, _SCALE_BLOCK)
+    row_ok = row < num_rows
+    column_ok = column < num_columns
+    wide_row = row.to(tl.int64)
+    wide_column = column.to(tl.int64)
+    x_tile = x_ptr + group * stride_x_group + wide_row[None, :] * stride_x_row + channel[:, None]
+    w_tile = w_ptr + group * stride_w_group + wide_column[:, None] * stride_w_row + channel[None, :]
+    x_scale_tile = x_scale_ptr + group * stride_x_scale_group + wide_row * stride_x_scale_row
+    w_scale_row = (column_tile * COLUMNS // _SCALE_BLOCK).to(tl.int64)
+    w_scale_tile = w_scale_ptr + group * stride_w_scale_group + w_scale_row * stride_w_scale_row
+    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+    first = tl.program_id(1) * blocks_per_split
+    last = tl.minimum(first + blocks_per_split, tl.cdiv(num_channels, _SCALE_BLOCK))
+    for block in tl.range(first, last, num_stages=STAGES):
+        at = block * _SCALE_BLOCK
+        x_mask = row_ok[None, :]
+        w_mask = column_ok[:, None]
+        if not EVEN:
+            x_mask = x_mask & (channel[:, None] + at < num_channels)
+            w_mask = w_mask & (channel[None, :] + at < num_channels)
+        w = load_operand(w_tile + at, w_mask, FORMAT, NATIVE, DOT)
+        x = load_operand(x_tile + at, x_mask, FORMAT, NATIVE, DOT)
+        if X_SCALE == _UNSCALED:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+        else:
+            x_scale = load_scale(x_scale_tile + block * stride_x_scale_block, row_ok, X_SCALE)
+            w_scale = load_scale(w_scale_tile + block * stride_w_scale_block, block < last, W_SCALE)
+            acc += tl.dot(w, x, input_precision="ieee") * (x_scale * w_scale)[None, :]
+    out_tile = out_ptr + tl.program_id(1).to(tl.int64) * stride_out_split + group * stride_out_group
+    out_tile = out_tile + wide_row[None, :] * stride_out_row + column[:, None]
+    tl.store(out_tile, cast(acc, out_ptr.dtype.element_ty), mask=row_ok[None, :] & column_ok[:, None])
+
+
+@triton.jit
+def _add_splits_kernel(
+    part_ptr, out_ptr, num_rows, num_columns, splits, stride_part, stride_out_group, stride_out_row, BLOCK: tl.constexpr
+):
+    """out[group, row, column] = the sum over splits, first to last, of part[split, group, row, column], contiguous."""
+    row = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < num_columns
+    here = part_ptr + (group * num_rows + row) * num_columns + column
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(splits):
+        total += tl.load(here, mask=mask, other=0.0)
+        here += stride_part
+    out = out_ptr + group * stride_out_group + row * stride_out_row + column
+    tl.store(out, cast(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+def block_matmul(
+    x: Operand, w: Operand, out: torch.Tensor, fp8_format: Fp8Format | None = None, num_splits: int | None = None
+) -> None:
+    """out[g, m, n] = sum over k of x[g, m, k] * w[g, n, k], accumulated in fp32, scales applied per 128 channels.
+
+        x, w        same groups and channels; both scaled (bytes of `fp8_format`) or both unscaled (floats)
+        out         [groups, rows of x, rows of w] any float dtype, unit stride in the last dimension, written
+        num_splits  shares of the channels that different programs sum; planned from sizes if None
+    The result does not depend on the order in which programs run.  Capture: launches depend on sizes only.
+    """
+    groups, rows, channels = x.data.shape
+    columns = w.data.shape[1]
+    arch = arch_traits(x.data.device)
+    tile = _tile(rows, arch, fp8_format, x.data.dtype)
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    blocks = triton.cdiv(channels, SCALE_BLOCK)
+    splits = plan_splits(tiles * groups, blocks, arch.compute_units) if num_splits is None else num_splits
+    per_split = triton.cdiv(blocks, splits) if blocks else 0
+    splits = triton.cdiv(blocks, per_split) if blocks else 1  # none is empty
+    target = out
+    if splits > 1:
+        target = torch.empty((splits, groups, rows, columns), dtype=torch.float32, device=out.device)
+    dot, native = _dot_type(x.data, arch, fp8_format)
+    x_data, w_data = (f.data if fp8_format is None else f.data.view(torch.uint8) for f in (x, w))
+    _block_matmul_kernel[(tiles, splits, groups)](
+        x_data,
+        x.scale_or_data,
+        w_data,
+        w.scale_or_data,
+        target,
+        rows,
+        columns,
+        channels,
+        per_split,
+        x_data.stride(0),
+        x_data.stride(1),
+        *x.scale_strides,
+        w_data.stride(0),
+        w_data.stride(1),
+        *w.scale_strides,
+        target.stride(0) if splits > 1 else 0,
+        target.stride(-3),
+        target.stride(-2),
+        X_SCALE=x.scale_kind,
+        W_SCALE=w.scale_kind,
+        FORMAT=FORMATS[fp8_format],
+        NATIVE=native,
+        DOT=dot,
+        EVEN=channels % SCALE_BLOCK == 0,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    if splits > 1:
+        block = min(1024, triton.next_power_of_2(columns))
+        _add_splits_kernel[(triton.cdiv(columns, block), rows, groups)](
+            target, out, rows, columns, splits, target.stride(0), out.stride(0), out.stride(1), BLOCK=block, num_warps=4
+        )
+
+
+def plan_splits(tiles: int, blocks: int, compute_units: int) -> int:
+    """Shares of `blocks` blocks of channels for `tiles` tiles on so many compute units; 1 once the tiles fill them."""
+    if tiles >= compute_units:
+        return 1
+    return max(1, min(MAX_SPLITS, blocks // MIN_BLOCKS, 2 * compute_units // max(1, tiles)))
+
+
+@functools.cache
+def arch_traits(device: torch.device) -> ArchTraits:
+    """The traits of the device that a tensor lies on, asked for once."""
+    return arch_of(device)
+
+
+def _tile(rows: int, arch: ArchTraits, fp8_format: Fp8Format | None, dtype: torch.dtype) -> Tile:
+    tiles = _TILES.get(arch.name, _TILES["other"])
+    if dtype == torch.float32 or (fp8_format is not None and fp8_format is not arch.fp8_format):
+        tiles = _TILES["other"]  # wide elements, or bytes decoded in registers: little room
+    return next(tile for tile in tiles if rows <= tile.max_rows)
+
+
+def _dot_type(x: torch.Tensor, arch: ArchTraits, fp8_format: Fp8Format | None) -> tuple[tl.dtype, bool]:
+    """The type that operands are multiplied in, and whether they lie in memory as that type."""
+    interpreted = arch.name == "cpu"  # whose bf16 product is wrong and whose fp8 one is slow
+    if fp8_format is not None:
+        if interpreted or fp8_format is not arch.fp8_format:
+            return tl.float16, False
+        return (tl.float8e4nv if fp8_format is Fp8Format.OCP else tl.float8e4b8), True
+    if interpreted or x.dtype == torch.float32:
+        return tl.float32, False
+    return (tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16), True

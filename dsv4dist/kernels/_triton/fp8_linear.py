@@ -1,0 +1,145 @@
+"""Linear layers over block-scaled fp8 weights: the token quantiser and the product (attention spec 6.2)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4dist.errors import ShapeError
+from dsv4dist.kernels._triton.block_matmul import SCALE_BLOCK, Operand, block_matmul
+from dsv4dist.kernels._triton.checks import FLOATS, check_rows
+from dsv4dist.kernels._triton.quantise import decode_scale, encode_e4m3, magnitude
+from dsv4dist.kernels.paged_cache import Fp8Format
+from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
+
+GROUPS_PER_PROGRAM = 8
+_GROUP = tl.constexpr(ACT_GROUP)
+_INFINITY = tl.constexpr(0x7F800000)
+_BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+@triton.jit
+def _quantise_tokens_kernel(x_ptr, data_ptr, scale_ptr, num_rows, num_channels, floor, stride_x, stride_data,
+                            stride_scale_row, stride_scale_group, QUANT_MAX: tl.constexpr, POWER: tl.constexpr,
+                            ROWS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
+    """ROWS rows by GROUPS groups. POWER: scales are powers of two, stored as e8m0 bytes; otherwise fp32, amax / max."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :, None]
+    channel = group * _GROUP + tl.arange(0, _GROUP)[None, None, :]
+    inside = (row < num_rows) & (channel < num_channels)
+    x = tl.load(x_ptr + row * stride_x + channel, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(magnitude(x), 2)
+    finite = top < _INFINITY
+    amax = tl.maximum(top.to(tl.float32, bitcast=True), floor)
+    if POWER:
+        exponent = ((magnitude(amax) + 0x1FFFFF) >> 23) - (7 if QUANT_MAX == 224 else 8)
+        exponent = tl.maximum(exponent, 0)
+        stored = tl.where(finite, exponent, 255)
+        x = x * decode_scale(tl.where(finite, 254 - exponent, 127))[:, :, None]
+    else:
+        scale = tl.div_rn(amax, tl.full((ROWS, GROUPS), QUANT_MAX, tl.float32))
+        stored = tl.where(finite, scale, float("nan"))
+        divisor = tl.where(finite, scale, 1.0)[:, :, None]
+        x = tl.div_rn(x, tl.broadcast_to(divisor, (ROWS, GROUPS, _GROUP)))
+    # The limit is reached by rounding alone: |x| <= amax. A group that is not finite is its scale's business.
+    code = encode_e4m3(tl.where(finite[:, :, None], x, 0.0), QUANT_MAX == 224)
+    tl.store(data_ptr + row * stride_data + channel, code, mask=inside)
+    first = tl.reshape(row, (ROWS, 1))
+    which = tl.reshape(group, (1, GROUPS))
+    scale_at = scale_ptr + first * stride_scale_row + which.to(tl.int64) * stride_scale_group
+    stored_ok = (first < num_rows) & (which * _GROUP < num_channels)
+    tl.store(scale_at, stored.to(scale_ptr.dtype.element_ty), mask=stored_ok)
+
+
+def quantise_tokens(x: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row of `x` [M, K], float, in groups of 128 channels with ordinary fp32 scales (spec 6.2).
+
+    Returns data [M, K] in the encoding's dtype and fp32 scales [M, ceil(K / 128)] = max(amax, 1e-10) / quant_max, whose
+    memory is column-major. A group with a number that is not finite gets scale NaN and codes 0.  Raises: ShapeError.
+    """
+    check_rows("x", x, (None, None))
+    rows, channels = x.shape
+    data = torch.empty((rows, channels), dtype=fp8_format.torch_dtype, device=x.device)
+    scale = torch.empty((triton.cdiv(channels, ACT_GROUP), rows), dtype=torch.float32, device=x.device).T
+    quantise_rows(x, data, scale, ACT_FLOOR, fp8_format)
+    return data, scale
+
+
+def quantise_rows(
+    x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, floor: float, fp8_format: Fp8Format
+) -> None:
+    """Write `data` [M, K] fp8 and `scale` [M, ceil(K / 128)], fp32, or e8m0 as uint8, of `x` [M, K]."""
+    rows, channels = x.shape
+    if rows == 0 or channels == 0:
+        return
+    per_program = 1 if rows < 512 else 4
+    grid = (triton.cdiv(rows, per_program), triton.cdiv(channels, ACT_GROUP * GROUPS_PER_PROGRAM))
+    _quantise_tokens_kernel[grid](
+        x, data.view(torch.uint8), scale, rows, channels, floor, x.stride(0), data.stride(0), *scale.stride(),
+        QUANT_MAX=int(fp8_format.quant_max), POWER=scale.dtype == torch.uint8, ROWS=per_program,
+        GROUPS=GROUPS_PER_PROGRAM, num_warps=4,
+    )  # fmt: skip
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor | None = None,
+    *,
+    fp8_format: Fp8Format = Fp8Format.OCP,
+    out_dtype: torch.dtype = torch.bfloat16,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """y = x . weight^T with x quantised per token and 128 channels, both scales applied per block of 128 channels.
+
+        x             [M, K] float, any row stride; or the encoding's dtype, quantised, with x_scale fp32 [M, ceil(K/128)]
+        weight        [N, K] of the encoding, unit stride in K; on GPUs whose matrix unit knows only the other encoding
+                      it is decoded at every use: convert it once after loading (`fp8.ocp_to_fnuz`)
+        weight_scale  [ceil(N / 128), ceil(K / 128)] fp32 or e8m0; it multiplies
+        num_splits    shares of K that different programs sum; planned from sizes if None
+    Returns [M, N] in out_dtype, accumulated in fp32 (spec 6.2). The weight may be a view of a larger one that begins at
+    a block border.  Capture: launches depend on sizes only.  Raises: ShapeError.
+    """
+    _check(x, weight, weight_scale, x_scale, fp8_format, out_dtype)
+    rows, columns = x.shape[0], weight.shape[0]
+    out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
+    if rows == 0 or columns == 0:
+        return out
+    data, scale = (x, x_scale) if x_scale is not None else quantise_tokens(x, fp8_format)
+    if weight_scale.dtype == torch.float8_e8m0fnu:
+        weight_scale = weight_scale.view(torch.uint8)
+    block_matmul(
+        Operand(data.unsqueeze(0), scale.unsqueeze(0)),
+        Operand(weight.unsqueeze(0), weight_scale.unsqueeze(0)),
+        out.unsqueeze(0),
+        fp8_format,
+        num_splits,
+    )
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    fp8_format: Fp8Format,
+    out_dtype: torch.dtype,
+) -> None:
+    if weight.dim() != 2 or weight.dtype != fp8_format.torch_dtype or weight.stride(1) != 1:
+        found = f"{weight.dtype} {list(weight.shape)}"
+        raise ShapeError("weight of an fp8 linear", f"{fp8_format.torch_dtype} in two dimensions, adjacent channels", found)
+    columns, channels = weight.shape
+    blocks = [triton.cdiv(columns, SCALE_BLOCK), triton.cdiv(channels, SCALE_BLOCK)]
+    if list(weight_scale.shape) != blocks or weight_scale.dtype not in (torch.float32, *_BYTE_DTYPES):
+        raise ShapeError("weight_scale", f"fp32 or e8m0 {blocks}", f"{weight_scale.dtype} {list(weight_scale.shape)}")
+    if x_scale is None:
+        check_rows("x", x, (None, channels))
+    elif x.dtype != fp8_format.torch_dtype or x.shape[1:] != (channels,) or x.stride(1) != 1:
+        raise ShapeError("quantised x", f"{fp8_format.torch_dtype} [rows, {channels}]", f"{x.dtype} {list(x.shape)}")
+    elif x_scale.dtype != torch.float32 or list(x_scale.shape) != [x.shape[0], blocks[1]]:
+        raise ShapeError("x_scale", f"fp32 {[x.shape[0], blocks[1]]}", f"{x_scale.dtype} {list(x_scale.shape)}")
+    if out_dtype not in FLOATS:
+        raise ShapeError("out_dtype", "bfloat16, float16 or float32", out_dtype)

@@ -1,0 +1,315 @@
+"""The partial kernel of sparse decode attention for Hopper, in Gluon: fp8_ds_mla caches in OCP encoding (spec 4.3).
+
+Scores are computed as keys x heads and values as channels x heads, so the 64 rows of a warpgroup instruction are keys or
+channels and few heads waste nothing. One tile of 64 keys lies once in shared memory, as 16-bit numbers, and serves both
+products; the bytes of the next tile and the slots of the one after are on their way in registers meanwhile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+KEYS = gl.constexpr(64)  # keys of one tile: the M of a warpgroup instruction
+ROW = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # 16 bytes a thread, 64 contiguous bytes a row
+PANEL16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+PANEL32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+
+# Four e4m3 bytes -> two pairs of fp16, times a pair of equal scales.
+_FP8_TO_FP16 = gl.constexpr("""{ .reg .b16 a, b; mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; mul.rn.f16x2 $0, $0, $3; mul.rn.f16x2 $1, $1, $3; }""")
+# The same in bf16 through fp32, with NaN turned into 0.
+_FP8_TO_BF16 = gl.constexpr("""{ .reg .b16 a, b, h<4>; .reg .b32 x, y; .reg .f32 f<4>; .reg .pred p<4>;
+    mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;
+    mov.b32 {h0, h1}, x; mov.b32 {h2, h3}, y;
+    cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;
+    mul.f32 f0, f0, $3; mul.f32 f1, f1, $3; mul.f32 f2, f2, $3; mul.f32 f3, f3, $3;
+    setp.nan.f32 p0, f0, f0; setp.nan.f32 p1, f1, f1; setp.nan.f32 p2, f2, f2; setp.nan.f32 p3, f3, f3;
+    selp.f32 f0, 0f00000000, f0, p0; selp.f32 f1, 0f00000000, f1, p1;
+    selp.f32 f2, 0f00000000, f2, p2; selp.f32 f3, 0f00000000, f3, p3;
+    cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
+_BF16_TO_FP16 = gl.constexpr("""{ .reg .f32 f<2>; .reg .b32 t<2>; shl.b32 t0, $1, 16; and.b32 t1, $1, 0xffff0000;
+    mov.b32 f0, t0; mov.b32 f1, t1; cvt.rn.f16x2.f32 $0, f1, f0; }""")
+_BF16_SCRUB = gl.constexpr("""{ .reg .f32 f<2>; .reg .b32 t<2>; .reg .pred p<2>; shl.b32 t0, $1, 16;
+    and.b32 t1, $1, 0xffff0000; mov.b32 f0, t0; mov.b32 f1, t1;
+    setp.nan.f32 p0, f0, f0; setp.nan.f32 p1, f1, f1; selp.f32 f0, 0f00000000, f0, p0; selp.f32 f1, 0f00000000, f1, p1;
+    cvt.rn.bf16x2.f32 $0, f1, f0; }""")
+_SCALE_PAIR = gl.constexpr("""{ .reg .b32 t; .reg .f32 f; and.b32 t, $1, 255; shl.b32 t, t, 23; mov.b32 f, t;
+    cvt.rn.f16x2.f32 $0, f, f; }""")
+
+
+# Both were renamed between Triton 3.6 and 3.9.
+_REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_HAS_BARRIER = gl.constexpr(hasattr(gl, "barrier"))
+
+
+@gluon.jit
+def view(smem, DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory as [ROWS, COLUMNS] of a 16-bit type."""
+    if _REINTERPRETS:
+        return smem.reinterpret(DTYPE, [ROWS, COLUMNS], PANEL16)
+    else:
+        return smem._reinterpret(DTYPE, [ROWS, COLUMNS], PANEL16)
+
+
+@gluon.jit
+def barrier():
+    """Wait for all threads of the program."""
+    if _HAS_BARRIER:
+        gl.barrier()
+    else:
+        gl.thread_barrier()
+
+
+@gluon.jit
+def load_slots(lists, tile, layout: gl.constexpr):
+    """Slots [64] of a tile of the joined lists, -1 where there is no key; `lists` as built in `partial`."""
+    indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots = lists
+    is_main = tile < main_tiles
+    first = gl.where(is_main, main_begin + tile * KEYS, extra_begin + (tile - main_tiles) * KEYS)
+    last = gl.where(is_main, main_end, extra_end)
+    slots = gl.where(is_main, main_slots, extra_slots)
+    at = first + gl.arange(0, KEYS, layout)
+    from_ptr = indices_ptr + gl.where(is_main, indices_delta * 0, indices_delta)
+    slot = gl.load(from_ptr + at, mask=at < last, other=-1)
+    return gl.where((slot >= 0) & (slot < slots), slot, -1)
+
+
+@gluon.jit
+def load_rows(pages, slot, is_main):
+    """The raw tile of `slot` [64]: 7 x int32 [64, 16], int32 [64, 32] and the scale words int64 [64]; 0 where absent."""
+    data_ptr, main_stride, main_shift, pages_delta, extra_stride, extra_shift = pages
+    present = slot >= 0
+    shift = gl.where(is_main, main_shift, extra_shift)
+    stride = gl.where(is_main, main_stride, extra_stride)
+    block = (slot >> shift).to(gl.int64)
+    within = slot & ((1 << shift) - 1)
+    page = block * stride + gl.where(is_main, pages_delta * 0, pages_delta)  # in units of 16 bytes
+    row = (page + within * 36) * 4
+    dwords_ptr = data_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    words_ptr = data_ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+    word = gl.load(words_ptr + (page * 2 + (72 << shift) + within), mask=present, other=0)
+    column = gl.arange(0, 16, gl.SliceLayout(0, ROW))[None, :]
+    wanted = present[:, None]
+    raw = ()
+    for g in gl.static_range(7):
+        raw = raw + (gl.load(dwords_ptr + row[:, None] + (column + g * 16), mask=wanted, other=0),)
+    wide = gl.arange(0, 32, gl.SliceLayout(0, ROW))[None, :]
+    return raw + (gl.load(dwords_ptr + row[:, None] + (wide + 112), mask=wanted, other=0), word)
+
+
+@gluon.jit
+def store_tile(raw, tile_smem, SCRUB: gl.constexpr):
+    """Write a raw tile to shared memory [8, 64, 32] as pairs of 16-bit numbers, scaled; bf16 without NaN if SCRUB."""
+    word = raw[8]
+    for g in gl.static_range(7):
+        byte = (word >> (8 * g)).to(gl.int32)
+        if SCRUB:
+            bits = (byte & 0xFF) << 23
+            scale = gl.where(bits == 0, 0x00400000, gl.where(bits == 0x7F800000, 0x7FC00000, bits))
+            scale = scale.to(gl.float32, bitcast=True)
+            low, high = gl.inline_asm_elementwise(
+                _FP8_TO_BF16, "=r,=r,r,r", [raw[g], scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            )
+        else:
+            scale = gl.inline_asm_elementwise(_SCALE_PAIR, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
+            low, high = gl.inline_asm_elementwise(
+                _FP8_TO_FP16, "=r,=r,r,r", [raw[g], scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            )
+        pairs = gl.reshape(gl.join(low, high), (KEYS, 32))
+        tile_smem.index(g).store(pairs)
+    convert: gl.constexpr = _BF16_SCRUB if SCRUB else _BF16_TO_FP16
+    rope = gl.inline_asm_elementwise(convert, "=r,r", [raw[7]], dtype=gl.int32, is_pure=True, pack=1)
+    tile_smem.index(7).store(rope)
+
+
+@gluon.jit
+def attend(
+    q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2, q_smem, tile_smem, weight_smem,
+    SCRUB: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Online softmax, base 2, over tiles [begin, end): maximum [HEADS], sum [HEADS], values 8 x [64 channels, HEADS]."""
+    DTYPE: gl.constexpr = gl.bfloat16 if SCRUB else gl.float16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    BY_HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
+    LOAD_Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, LOAD_Q))
+    channel = gl.arange(0, 64, gl.SliceLayout(0, LOAD_Q))
+    q_tile_ptr = q_row_ptr + head.to(gl.int64)[:, None] * stride_head + channel[None, :]
+    for g in gl.static_range(8):
+        q = gl.load(q_tile_ptr + g * 64, mask=(head < heads_left)[:, None], other=0.0)
+        view(q_smem.index(g), DTYPE, HEADS, 64).store(q.to(DTYPE))
+    top = gl.full((HEADS,), float("-inf"), gl.float32, BY_HEAD)
+    total = gl.zeros((KEYS, HEADS), gl.float32, MMA)
+    acc = ()
+    for _ in gl.static_range(8):
+        acc = acc + (gl.zeros((64, HEADS), gl.float32, MMA),)
+    by_row: gl.constexpr = gl.SliceLayout(1, ROW)
+    by_key: gl.constexpr = gl.SliceLayout(1, MMA)
+    raw = load_rows(pages, load_slots(lists, begin, by_row), begin < main_tiles)
+    slot = load_slots(lists, begin + 1, by_row)
+    shown = load_slots(lists, begin, by_key)
+    for tile in range(begin, end):
+        store_tile(raw, tile_smem, SCRUB)
+        present = shown >= 0
+        fence_async_shared()
+        barrier()
+        # Behind the barrier: ahead of it two raw tiles would be alive at once, and spill.
+        raw = load_rows(pages, gl.where(tile + 1 < end, slot, -1), tile + 1 < main_tiles)
+        slot = load_slots(lists, tile + 2, by_row)
+        shown = load_slots(lists, tile + 1, by_key)
+        zero = gl.zeros((KEYS, HEADS), gl.float32, MMA)
+        scores = warpgroup_mma(
+            view(tile_smem.index(0), DTYPE, KEYS, 64),
+            view(q_smem.index(0), DTYPE, HEADS, 64).permute((1, 0)), zero, use_acc=False, is_async=True,
+        )  # fmt: skip
+        for g in gl.static_range(1, 8):
+            scores = warpgroup_mma(
+                view(tile_smem.index(g), DTYPE, KEYS, 64),
+                view(q_smem.index(g), DTYPE, HEADS, 64).permute((1, 0)), scores, is_async=True,
+            )  # fmt: skip
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = gl.where(present[:, None], scores * scale_log2, float("-inf"))
+        new_top = gl.maximum(top, gl.max(scores, 0))
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = gl.exp2(scores - base[None, :])
+        fade = gl.exp2(top - base)
+        total = total * fade[None, :] + weight
+        top = new_top
+        weights = view(weight_smem, DTYPE, HEADS, KEYS)
+        weights.store(gl.permute(weight.to(DTYPE), (1, 0)))
+        fence_async_shared()
+        barrier()
+        products = ()
+        for g in gl.static_range(8):
+            values = view(tile_smem.index(g), DTYPE, KEYS, 64).permute((1, 0))
+            faded = acc[g] * fade[None, :]
+            products = products + (warpgroup_mma(values, weights.permute((1, 0)), faded, is_async=True),)
+        acc = warpgroup_mma_wait(0, deps=products)
+    return top, gl.sum(total, 0), acc
+
+
+@gluon.jit
+def sparse_decode_hopper_kernel(
+    q_ptr,
+    data_ptr,
+    indices_ptr,
+    main_indptr_ptr,
+    extra_indptr_ptr,
+    sink_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    top_ptr,
+    total_ptr,
+    acc_ptr,
+    out_ptr,
+    stride_q,
+    stride_head,
+    stride_out,
+    stride_out_head,
+    pages_delta,
+    indices_delta,
+    main_stride,
+    extra_stride,
+    main_shift,
+    extra_shift,
+    main_slots,
+    extra_slots,
+    num_heads,
+    num_splits,
+    scale_log2,
+    EXTRA: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    ROTATE: gl.constexpr,
+    FINISH: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """As sparse_decode_partial_kernel. Page strides and pages_delta (extra - main pages) count 16 bytes."""
+    head_blocks = gl.cdiv(num_heads, HEADS)
+    shared = gl.program_id(0) // head_blocks
+    first_head = gl.program_id(0) % head_blocks * HEADS
+    split = shared % num_splits
+    query = (shared // num_splits).to(gl.int64)
+    main_begin = gl.load(main_indptr_ptr + query)
+    main_end = gl.load(main_indptr_ptr + query + 1)
+    main_tiles = gl.cdiv(main_end - main_begin, KEYS)
+    tiles = main_tiles
+    extra_begin = 0
+    extra_end = 0
+    if EXTRA:
+        extra_begin = gl.load(extra_indptr_ptr + query)
+        extra_end = gl.load(extra_indptr_ptr + query + 1)
+        tiles += gl.cdiv(extra_end - extra_begin, KEYS)
+    share = gl.cdiv(tiles, num_splits)
+    begin = split * share
+    end = gl.minimum(begin + share, tiles)
+    row = query * num_splits + split
+    heads_left = num_heads - first_head
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    BY_HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
+    lane = gl.arange(0, HEADS, BY_HEAD)
+    head_at = row * num_heads + first_head + lane
+    if (not FINISH) and (begin >= tiles):
+        gl.store(total_ptr + head_at, gl.zeros((HEADS,), gl.float32, BY_HEAD), mask=lane < heads_left)
+    else:
+        lists = (
+            indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots,
+        )  # fmt: skip
+        pages = (data_ptr, main_stride, main_shift, pages_delta, extra_stride, extra_shift)
+        q_smem = gl.allocate_shared_memory(gl.float16, [8, HEADS, 64], PANEL16)
+        tile_smem = gl.allocate_shared_memory(gl.int32, [8, KEYS, 32], PANEL32)
+        weight_smem = gl.allocate_shared_memory(gl.float16, [HEADS, KEYS], PANEL16)
+        q_row_ptr = q_ptr + query * stride_q + first_head * stride_head
+        top, total, acc = attend(
+            q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
+            q_smem, tile_smem, weight_smem, False, HEADS,
+        )  # fmt: skip
+        size = gl.abs(acc[0])
+        for g in gl.static_range(1, 8):
+            size += gl.abs(acc[g])
+        bad = gl.max(gl.max((size < float("inf")).to(gl.int32) ^ 1, 1), 0)
+        if bad != 0:
+            top, total, acc = attend(
+                q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
+                q_smem, tile_smem, weight_smem, True, HEADS,
+            )  # fmt: skip
+        OUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+        out_head = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))
+        channel = gl.arange(0, 64, gl.SliceLayout(0, OUT))
+        wanted = (out_head < heads_left)[:, None]
+        if FINISH:
+            fade = gl.full((HEADS,), 1.0, gl.float32, BY_HEAD)
+            if HAS_SINK:
+                sink = gl.load(sink_ptr + first_head + lane, mask=lane < heads_left, other=float("-inf"))
+                sink = sink * 1.4426950408889634
+                highest = gl.maximum(top, sink)
+                base = gl.where(highest == float("-inf"), 0.0, highest)
+                fade = gl.exp2(top - base)
+                total = total * fade + gl.exp2(sink - base)
+            factor = gl.where(total > 0.0, fade / gl.maximum(total, 1e-30), 0.0)
+            line = query * stride_out + (first_head + out_head).to(gl.int64) * stride_out_head
+            for g in gl.static_range(8):
+                value = gl.convert_layout(gl.permute(acc[g] * factor[None, :], (1, 0)), OUT)
+                if ROTATE and g == 7:
+                    value = rotate_back(value, cos_sin_ptr, gl.load(positions_ptr + query), HEADS, OUT)
+                to_ptr = out_ptr + line[:, None] + (channel + g * 64)[None, :]
+                gl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=wanted)
+        else:
+            gl.store(top_ptr + head_at, top, mask=lane < heads_left)
+            gl.store(total_ptr + head_at, total, mask=lane < heads_left)
+            line = (row * num_heads + first_head + out_head) * 512
+            for g in gl.static_range(8):
+                value = gl.convert_layout(gl.permute(acc[g], (1, 0)), OUT)
+                gl.store(acc_ptr + line[:, None] + (channel + g * 64)[None, :], value, mask=wanted)
+
+
+@gluon.jit
+def rotate_back(value, cos_sin_ptr, position, HEADS: gl.constexpr, OUT: gl.constexpr):
+    """Undo the rotation of [HEADS, 64] by one position: pairs (2i, 2i + 1), fp32 table (spec 1.3, 4.10)."""
+    even, odd = gl.split(gl.reshape(value, (HEADS, 32, 2)))
+    pair = gl.arange(0, 32, gl.SliceLayout(0, even.type.layout))
+    cos = gl.load(cos_sin_ptr + position * 64 + pair)[None, :]
+    sin = gl.load(cos_sin_ptr + position * 64 + 32 + pair)[None, :]
+    back = gl.join(even * cos + odd * sin, odd * cos - even * sin)
+    return gl.convert_layout(gl.reshape(back, (HEADS, 64)), OUT)

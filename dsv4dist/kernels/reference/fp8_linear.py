@@ -1,0 +1,50 @@
+"""Linear layers whose weight is fp8 with one scale per 128 x 128 block (attention spec 6.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dsv4dist.kernels import fp8
+from dsv4dist.kernels.paged_cache import Fp8Format
+
+AMAX_FLOOR = 1e-10  # keeps the scale of an all-zero group away from 0
+
+
+def quantise_tokens(x: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row of `x` [M, K], float, in groups of 128 channels with ordinary fp32 scales (spec 6.2).
+
+    Returns data [M, K] in the encoding's dtype and fp32 scales [M, ceil(K / 128)] = max(amax, 1e-10) / quant_max.
+    """
+    rows, channels = x.shape
+    groups = -(-channels // fp8.WEIGHT_BLOCK)
+    padded = F.pad(x.float(), (0, groups * fp8.WEIGHT_BLOCK - channels)).view(rows, groups, fp8.WEIGHT_BLOCK)
+    scale = padded.abs().amax(-1).clamp_min(AMAX_FLOOR) / fp8_format.quant_max
+    data = fp8.encode_fp8(padded / scale.unsqueeze(-1), fp8_format).flatten(1)[:, :channels]
+    return data.contiguous().view(fp8_format.torch_dtype), scale
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor | None = None,
+    *,
+    fp8_format: Fp8Format = Fp8Format.OCP,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """y = x . weight^T with x quantised per token and 128 channels, both scales applied per block of 128 channels.
+
+        x             [M, K] float; or the encoding's dtype, already quantised, with x_scale fp32 [M, ceil(K / 128)]
+        weight        [N, K] of the encoding; weight_scale [ceil(N / 128), ceil(K / 128)] fp32 or e8m0; it multiplies
+    Returns [M, N] in out_dtype, accumulated in fp32.
+    """
+    x8, scale = (x, x_scale) if x_scale is not None else quantise_tokens(x, fp8_format)
+    factor = weight_scale if weight_scale.dtype == torch.float32 else fp8.decode_scale_byte(weight_scale)
+    values, columns = fp8.decode_fp8(x8, fp8_format), fp8.decode_fp8(weight, fp8_format)
+    total = torch.zeros(x.shape[0], weight.shape[0], device=x.device)
+    for block in range(scale.shape[1]):
+        part = slice(block * fp8.WEIGHT_BLOCK, (block + 1) * fp8.WEIGHT_BLOCK)
+        column_scale = factor[:, block].repeat_interleave(fp8.WEIGHT_BLOCK)[: weight.shape[0]]
+        total += (values[:, part] @ columns[:, part].T) * (scale[:, block : block + 1] * column_scale)
+    return total.to(out_dtype)
