@@ -6,6 +6,12 @@ import os
 import secrets
 
 DEVICE_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+DEBUG_SWITCH = "DSV4_DEBUG"
+
+
+def debug_wanted() -> bool:
+    """Whether the user set DSV4_DEBUG, for tracebacks and debug logs; empty and 0 mean no."""
+    return os.environ.get(DEBUG_SWITCH, "0") not in ("", "0")
 
 
 def device_masks() -> dict[str, str]:

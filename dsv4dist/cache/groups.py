@@ -42,15 +42,18 @@ class CacheGroup:
         return num_requests * per_request + -(-num_step_tokens // self.block_tokens)
 
 
-def cache_groups(config: ModelConfig, cache_dtype: str) -> tuple[CacheGroup, ...]:
-    """The groups that this model needs, for caches of `cache_dtype` (an option of RunConfig); states are fp32."""
+def cache_groups(config: ModelConfig, cache_dtype: str, num_draft_layers: int = 0) -> tuple[CacheGroup, ...]:
+    """The groups that this model needs, for caches of `cache_dtype` (an option of RunConfig); states are fp32.
+
+    Draft layers see their window only, so they are further layers of the window group.
+    """
     count = {kind: config.layer_kinds.count(kind) for kind in LayerKind}
     csa, hca = count[LayerKind.CSA], count[LayerKind.HCA]
 
     def row_page(entries: int) -> int:
         return page_bytes(cache_dtype, entries, config.head_dim)
 
-    window_bytes = config.num_hidden_layers * row_page(WINDOW_BLOCK_TOKENS)
+    window_bytes = (config.num_hidden_layers + num_draft_layers) * row_page(WINDOW_BLOCK_TOKENS)
     groups = [CacheGroup(WINDOW, WINDOW_BLOCK_TOKENS, config.sliding_window, window_bytes)]
     if csa or hca:
         csa_entries = COMPRESSED_BLOCK_TOKENS // LayerKind.CSA.compress_ratio

@@ -38,8 +38,11 @@ def allocate_caches(
     fp8_format: Fp8Format,
     device: torch.device,
     poison: bool,
+    num_draft_layers: int = 0,
 ) -> list[LayerCaches]:
-    """Allocate the caches of every layer, uninitialised (or all bits set, which is NaN in every format, with `poison`).
+    """Allocate the caches of every layer, draft layers last.
+
+    Memory is uninitialised, or with `poison` has all bits set, which is NaN in every format.
 
     cache_dtype  option of RunConfig: rows of a float dtype, or fp8_ds_mla with fp8 index keys; states are fp32
     fp8_format   encoding of all fp8 caches: this package writes and reads them itself
@@ -63,7 +66,7 @@ def allocate_caches(
         return PagedCache(allocate((num_blocks[group], block_size, width), getattr(torch, cache_dtype)), block_size)
 
     layers = []
-    for kind in config.layer_kinds:
+    for kind in (*config.layer_kinds, *[LayerKind.SWA] * num_draft_layers):
         window = pages(WINDOW, WINDOW_BLOCK_TOKENS, config.head_dim)
         if kind is LayerKind.SWA:
             layers.append(LayerCaches(window))

@@ -34,9 +34,14 @@ class LoadedParameters:
 
 
 def load_parameters(
-    directory: Path, config: ModelConfig, tp: TpInfo, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    config: ModelConfig,
+    tp: TpInfo,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_draft_layers: int = 0,
 ) -> LoadedParameters:
-    """Load this rank's slice of every parameter of the main model onto `device`.
+    """Load this rank's slice of every parameter of the main model, and of the first draft layers, onto `device`.
 
     Keys are release names. Matrices come in `dtype`, exact parameters in fp32, index tables in int64. Routed experts
     are stacked: `layers.N.ffn.experts.w1.weight` and `.w3.weight` [E, I/n, D], `.w2.weight` [E, D, I/n]. Every tensor
@@ -45,7 +50,7 @@ def load_parameters(
     mis-shaped and mistyped tensors, before any data is read, or naming the tensor whose data is unusable.
     """
     check_tp_size(config, tp.size)
-    summary = find_sources(directory, config)
+    summary = find_sources(directory, config, num_draft_layers)
     loaded = LoadedParameters(skipped_draft_tensors=summary.skipped_draft_tensors, unknown_names=summary.unknown_names)
     with _TensorFiles() as files:
         for source in summary.sources:

@@ -71,6 +71,16 @@ _FUSED: dict[str, tuple[str, ...]] = {
 }
 
 
+_DRAFT: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        *("e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "norm.weight"),
+        *("hc_head_fn", "hc_head_base", "hc_head_scale"),
+    ),
+    (),
+)
+"""What a draft layer has beside a layer's parameters."""
+
+
 def _inverse(table: dict[str, tuple[str, ...]]) -> dict[str, str]:
     inverse = {name: name for name in table}
     inverse.update({other: name for name, others in table.items() for other in others})
@@ -78,8 +88,8 @@ def _inverse(table: dict[str, tuple[str, ...]]) -> dict[str, str]:
 
 
 _TOP_LEVEL_BY_SPELLING = _inverse(_TOP_LEVEL)
-_LAYER_BY_SPELLING = _inverse(_LAYER | _FUSED)
-_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
+_LAYER_BY_SPELLING = _inverse(_LAYER | _FUSED | _DRAFT)
+_LAYER_NAME = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
 _EXPERT_NAME = re.compile(r"((?:ffn|mlp)\.experts\.)(\d+)(\..+)")
 _RELEASE_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(w[123]\.weight)")
 
@@ -105,12 +115,12 @@ def release_name(name: str) -> str | None:
     layer = _LAYER_NAME.fullmatch(bare)
     if layer is None:
         return None
-    expert = _EXPERT_NAME.fullmatch(layer[2])
-    spelling = f"{expert[1]}*{expert[3]}" if expert else layer[2]
+    expert = _EXPERT_NAME.fullmatch(layer[3])
+    spelling = f"{expert[1]}*{expert[3]}" if expert else layer[3]
     known = _LAYER_BY_SPELLING.get(spelling)
     if known is None:
         return None
-    return f"layers.{layer[1]}." + (known.replace("*", expert[2]) if expert else known)
+    return f"{layer[1]}.{layer[2]}." + (known.replace("*", expert[2]) if expert else known)
 
 
 def release_scale_name(name: str) -> str | None:
@@ -127,10 +137,10 @@ def other_names(release: str) -> list[str]:
     if layer is None:
         others = [f"model.{other}" for other in _TOP_LEVEL.get(release, ())]
         return [f"model.{release}", *others]
-    expert = _EXPERT_NAME.fullmatch(layer[2])
-    known = f"{expert[1]}*{expert[3]}" if expert else layer[2]
+    expert = _EXPERT_NAME.fullmatch(layer[3])
+    known = f"{expert[1]}*{expert[3]}" if expert else layer[3]
     spellings = [other.replace("*", expert[2]) if expert else other for other in _LAYER.get(known, ())]
-    return [f"model.{release}", *(f"model.layers.{layer[1]}.{spelling}" for spelling in spellings)]
+    return [f"model.{release}", *(f"model.{layer[1]}.{layer[2]}.{spelling}" for spelling in spellings)]
 
 
 def save_pretrained_name(release: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 
 from dsv4dist.checkpoint.index import CheckpointIndex, TensorEntry, list_names, open_index
@@ -18,7 +19,7 @@ from dsv4dist.checkpoint.names import (
     release_scale_name,
     stacked_name,
 )
-from dsv4dist.checkpoint.parameters import Parameter, Role, Storage, model_parameters
+from dsv4dist.checkpoint.parameters import Parameter, Role, Storage, draft_parameters, model_parameters
 from dsv4dist.config.model import ModelConfig
 from dsv4dist.errors import CheckpointError, one_error
 from dsv4dist.kernels.fp8 import FP4_BLOCK, WEIGHT_BLOCK
@@ -76,23 +77,27 @@ class _Problems:
         return [f"{kind} ({len(names)}): {list_names(names)}" for kind, names in self.by_kind.items()]
 
 
-def check_checkpoint(directory: Path, config: ModelConfig) -> CheckpointSummary:
+def check_checkpoint(directory: Path, config: ModelConfig, num_draft_layers: int = 0) -> CheckpointSummary:
     """Find every parameter of `config` in `directory` by headers alone, so that errors come before any rank starts.
 
     Logs the unknown names once.  Raises: CheckpointError with every missing, unexpected, mis-shaped or mistyped tensor.
     """
-    summary = find_sources(directory, config)
+    summary = find_sources(directory, config, num_draft_layers)
     if summary.unknown_names:
         names = list(summary.unknown_names)
         logger.warning("%s: %d tensors are not used: %s", directory, len(names), list_names(names))
     return summary
 
 
-def find_sources(directory: Path, config: ModelConfig) -> CheckpointSummary:
-    """The same as `check_checkpoint` without a log line: what each rank does again before it reads."""
+def find_sources(directory: Path, config: ModelConfig, num_draft_layers: int = 0) -> CheckpointSummary:
+    """The same as `check_checkpoint` without a log line: what each rank does again before it reads.
+
+    The parameters of the first `num_draft_layers` draft layers are asked for too; tensors of the others are skipped.
+    """
     index = open_index(directory)
     problems = _Problems()
-    parameters = {parameter.name: parameter for parameter in model_parameters(config)}
+    drafts = (draft_parameters(config, draft) for draft in range(num_draft_layers))
+    parameters = {parameter.name: parameter for parameter in chain(model_parameters(config), *drafts)}
     stored, scales, draft, unknown = _by_release_name(index, parameters, config, problems)
     sources = []
     for parameter in parameters.values():
@@ -122,12 +127,12 @@ def _by_release_name(
     scales: dict[str, TensorEntry] = {}
     draft, unknown = 0, []
     for name, entry in sorted(index.tensors.items()):
-        if is_draft_name(name):
-            draft += 1
-            continue
         release, table = release_name(name), stored
         if release is None:
             release, table = release_scale_name(name), scales
+        if is_draft_name(name) and release not in parameters:
+            draft += 1
+            continue
         if release is None:
             unknown.append(name)
         elif release not in parameters and release not in fused:

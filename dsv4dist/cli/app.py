@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 the work failed; 2 wrong usage; 128 + N ended by signal N.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import traceback
@@ -18,9 +17,8 @@ from dsv4dist.cli import generate, info, make_checkpoint, score
 from dsv4dist.cli.options import OptionError
 from dsv4dist.cli.output import complain
 from dsv4dist.cli.signals import Interrupted, signals_raise
+from dsv4dist.env import DEBUG_SWITCH, debug_wanted
 from dsv4dist.errors import Dsv4Error
-
-DEBUG_SWITCH = "DSV4_DEBUG"
 
 app = typer.Typer(
     name="dsv4dist",
@@ -53,14 +51,9 @@ def _root(
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    if debugging():
+    if debug_wanted():
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("dsv4dist").setLevel(logging.DEBUG)
-
-
-def debugging() -> bool:
-    """Whether the user wants tracebacks and debug logs."""
-    return os.environ.get(DEBUG_SWITCH, "0") not in ("", "0")
 
 
 def run(arguments: list[str]) -> int:
@@ -75,7 +68,7 @@ def run(arguments: list[str]) -> int:
         # Ray, while it starts, answers SIGTERM by sys.exit(SIGTERM).
         return _interrupted(signal.SIGTERM) if end.code == signal.SIGTERM else _code(end.code)
     except Exception as error:
-        if debugging():
+        if debug_wanted():
             traceback.print_exc()
         text, code = _describe(error, arguments)
         complain(f"error: {text}")

@@ -27,10 +27,16 @@ class RunConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    speculative_tokens: int
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     kernels: str
     poison_memory: bool
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Draft layers of the checkpoint that are loaded."""
+        return 1 if self.speculative_tokens else 0
 
 
 def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
@@ -60,6 +66,7 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        speculative_tokens=options.speculative_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kernels=options.kernels,

@@ -9,6 +9,7 @@ from dsv4dist.errors import ConfigError, one_error
 
 DEFAULT_MAX_MODEL_LEN = 32768
 FP8_DS_MLA = "fp8_ds_mla"
+MAX_SPECULATIVE_TOKENS = 15
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda", "rocm"),
@@ -37,6 +38,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     """Bytes per rank for all caches; None = what max_num_seqs requests of max_model_len need, at most what fits."""
+    speculative_tokens: int = 0
+    """Tokens that the checkpoint's draft layer proposes per step; outputs are the same with any number."""
     enforce_eager: bool = False
     kernels: str = "auto"
     address: str = "auto"
@@ -60,6 +63,10 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 problems.append(f"{_flag(name)} is {getattr(self, name)}; expected at least 1")
+        if not 0 <= self.speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            problems.append(
+                f"--speculative-tokens is {self.speculative_tokens}; expected 0 to {MAX_SPECULATIVE_TOKENS}"
+            )
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

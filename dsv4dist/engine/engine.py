@@ -41,7 +41,7 @@ class Engine:
         options.check()
         self.config = resolve(options, gpu_available=_gpu_available(options))
         check_tp_size(self.config.model, self.config.tp_size)
-        check_checkpoint(self.config.directory, self.config.model)
+        check_checkpoint(self.config.directory, self.config.model, self.config.num_draft_layers)
         self.tokenizer = load_tokenizer(self.config.directory)
         self._default_seeds = itertools.count(options.seed)
         self._executor = _make_executor(options, self.config)
@@ -260,7 +260,7 @@ class Engine:
         return tokens
 
     def _make_scheduler(self) -> Scheduler:
-        groups = cache_groups(self.config.model, self.config.kv_cache_dtype)
+        groups = cache_groups(self.config.model, self.config.kv_cache_dtype, self.config.num_draft_layers)
         blocks = BlockManager(groups, self.report.num_cache_blocks)
         return Scheduler(blocks, self.config.max_num_seqs, self.config.max_num_batched_tokens)
 

@@ -32,6 +32,7 @@ def build_step_plan(chosen: list[ScheduledRequest], generation: int, step_id: in
         "query_start_loc": np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
         "seq_lens": np.array(ends, dtype=np.int32),
         "row_kind": np.array(row_kinds, dtype=np.int32),
+        "num_drafts": np.zeros(len(requests), dtype=np.int32),
         "temperature": _float_bits([request.params.temperature for request in requests]),
         "top_p": _float_bits([request.params.top_p for request in requests]),
         "top_k": np.array([request.params.top_k for request in requests], dtype=np.int32),

@@ -6,12 +6,14 @@ import torch
 
 from dsv4dist.cache.pool import LayerCaches
 from dsv4dist.config.model import LayerKind, ModelConfig
+from dsv4dist.config.runtime import MAX_SPECULATIVE_TOKENS
 from dsv4dist.distributed.comm import Communicator
 from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.kernels.ops import Ops
 from dsv4dist.layers.attention import Attention
 from dsv4dist.layers.rotary import rotary_table
 from dsv4dist.layers.weights import below
+from dsv4dist.model.draft import DraftLayer
 from dsv4dist.model.head import Embedding, Head
 from dsv4dist.model.hyper_connection import HyperConnection
 from dsv4dist.model.moe import MixtureOfExperts
@@ -59,13 +61,15 @@ class Model:
         comm: Communicator,
         ops: Ops,
         max_model_len: int,
+        num_draft_layers: int = 0,
     ) -> None:
         self.config = config
         self.embed = Embedding(weights["embed.weight"], tp.split(config.vocab_size).start, comm)
         self.head = Head(config, weights, weights["head.weight"], comm, ops)
         device = weights["embed.weight"].device
+        num_positions = max_model_len + MAX_SPECULATIVE_TOKENS  # drafts may look past the last token
         tables = {
-            kind: rotary_table(rotary, config.rope_head_dim, max_model_len, device)
+            kind: rotary_table(rotary, config.rope_head_dim, num_positions, device)
             for kind, rotary in ((LayerKind.SWA, config.main_rope), (LayerKind.CSA, config.compress_rope))
         }
         tables[LayerKind.HCA] = tables[LayerKind.CSA]
@@ -73,10 +77,18 @@ class Model:
             DecoderLayer(config, kind, below(weights, f"layers.{index}."), tables[kind], ops, comm)
             for index, kind in enumerate(config.layer_kinds)
         ]
+        self.draft = None
+        if num_draft_layers:
+            own = below(weights, "mtp.0.")
+            layer = DecoderLayer(config, LayerKind.SWA, own, tables[LayerKind.SWA], ops, comm)
+            self.draft = DraftLayer(config, own, layer, self.embed, self.head, comm, ops)
 
     def forward(self, step: StepMetadata, caches: list[LayerCaches]) -> torch.Tensor:
-        """Run all layers on the step's tokens; returns the streams [T, m, Hd] and writes the caches."""
+        """Run all layers on the step's tokens; returns the streams [T, m, Hd] and writes the caches.
+
+        `caches` are those of the layers in order; a draft layer's, which follow, are not used.
+        """
         streams = self.embed(step.token_ids).unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-        for layer, layer_caches in zip(self.layers, caches, strict=True):
+        for layer, layer_caches in zip(self.layers, caches, strict=False):
             streams = layer(streams, step, layer_caches)
         return streams

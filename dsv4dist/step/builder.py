@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from dsv4dist.cache.groups import (
@@ -28,17 +30,32 @@ def build_metadata(config: ModelConfig, ops: Ops, sections: dict[str, torch.Tens
     query_lens = starts[1:] - starts[:-1]
     positions = (seq_lens - query_lens - starts[:-1])[token_to_req] + token
     window = _table(sections, WINDOW, WINDOW_BLOCK_TOKENS)
+    metadata = window_metadata(config, ops, window, token_to_req, positions, sections["token_ids"].long())
+    compressed = {
+        kind: _compressed(kind, ops, sections, token_to_req, positions)
+        for kind in (LayerKind.CSA, LayerKind.HCA)
+        if config.has(kind)
+    }
+    return replace(metadata, compressed=compressed)
+
+
+def window_metadata(
+    config: ModelConfig,
+    ops: Ops,
+    window: BlockTable,
+    token_to_req: torch.Tensor,
+    positions: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> StepMetadata:
+    """The metadata of layers that see their window only, for any tokens of the step's requests, all [T] int64."""
     return StepMetadata(
-        token_ids=sections["token_ids"].long(),
+        token_ids=token_ids,
         positions=positions,
         token_to_req=token_to_req,
+        window=window,
         window_slots=window.slots(token_to_req, positions),
         window_key_list=ops.window_key_list(window, token_to_req, positions, config.sliding_window),
-        compressed={
-            kind: _compressed(kind, ops, sections, token_to_req, positions)
-            for kind in (LayerKind.CSA, LayerKind.HCA)
-            if config.has(kind)
-        },
+        compressed={},
     )
 
 

@@ -35,6 +35,7 @@ class StepMetadata:
     """One step: T tokens of R requests, each request's tokens together and in order.
 
     token_ids, positions, token_to_req  [T] int64
+    window                              window rows of each request
     window_slots                        [T] int64, where each token's window row goes
     window_key_list                     (indices, indptr) of each token's window
     compressed                          per compressed kind that the model has
@@ -43,6 +44,7 @@ class StepMetadata:
     token_ids: torch.Tensor
     positions: torch.Tensor
     token_to_req: torch.Tensor
+    window: BlockTable
     window_slots: torch.Tensor
     window_key_list: tuple[torch.Tensor, torch.Tensor]
     compressed: dict[LayerKind, CompressedMetadata]

@@ -19,6 +19,9 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 
+NO_TOKEN = -1
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Where a rank runs."""
@@ -49,10 +52,14 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step brings back, from rank 0. N sampled rows, M scored rows, L rows with logits, V vocabulary:
+    """What one step brings back, from rank 0. S sampled requests, M scored rows, L rows with logits, V vocabulary:
 
-    token_ids int32 [N], logprobs float32 [M], logits float32 [L, V]; every count may be 0. `generation` and `step_id`
-    repeat those of the packet. Arrays that came over a channel are read-only.
+        token_ids  int32 [S x (1 + 2k)] with k speculative tokens: for each request 1 + k words for its new tokens,
+                   NO_TOKEN behind the last, and k for its next drafts
+        logprobs   float32 [M]
+        logits     float32 [L, V]
+    Every count may be 0. `generation` and `step_id` repeat those of the packet. Arrays that came over a channel are
+    read-only.
     """
 
     generation: int

@@ -36,7 +36,7 @@ class RowKind(IntEnum):
     """What a request wants of this step's rows."""
 
     NOTHING = 0  # a prompt that goes on in the next step
-    SAMPLE = 1  # one token, from its last row
+    SAMPLE = 1  # one token from its last row, and one more for each draft that turns out right
     SCORE = 2  # the log-probability of the target of every row
     SCORE_LOGITS = 3  # the same, and the logits of every row
 
@@ -55,6 +55,7 @@ class PacketShape:
         query_start_loc [R + 1]  prefix sums of the requests' tokens in this step
         seq_lens        [R]      tokens of each request including this step's
         row_kind        [R]      a RowKind
+        num_drafts      [R]      the request's last rows that hold proposed tokens, to be verified
         temperature, top_p [R]   float32 bits; temperature 0 = greedy
         top_k           [R]      0 = no limit
         seed            [R, 2]   low and high half
@@ -67,6 +68,7 @@ class PacketShape:
             "query_start_loc": (r + 1,),
             "seq_lens": (r,),
             "row_kind": (r,),
+            "num_drafts": (r,),
             "temperature": (r,),
             "top_p": (r,),
             "top_k": (r,),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dsv4dist.errors import WorkerError
@@ -157,8 +157,8 @@ class RankGroup:
         ]
         try:
             ray.get(refs, timeout=_REMOTE_GONE_S)
-        except RayError as error:  # a node that is gone has no processes
-            log.warning("cannot verify that the ranks of other nodes are gone: %s", one_line(error))
+        except RayError as error:  # also when the node itself is gone
+            log.info("no answer whether the ranks of other nodes are gone: %s", one_line(error))
 
     def _settle(self, refs: Sequence[Any], only_lost: bool = False) -> list[RankFailure]:
         """Collect failures until the cause is among them or time is up: what arrives first is often a consequence."""
@@ -196,7 +196,10 @@ class RankGroup:
             if isinstance(error.cause, RankFailure):
                 return error.cause
             return RankFailure(rank, FailureKind.RAISED, describe(error.cause or error), time.time(), str(error))
-        message = f"its process died ({self._named(rank)}): {_reason(str(error))}"
+        if isinstance(error, ActorUnavailableError):
+            message = f"its process cannot be reached ({self._named(rank)}): the process or the whole node is gone"
+        else:
+            message = f"its process died ({self._named(rank)}): {_reason(str(error))}"
         return RankFailure(rank, FailureKind.DIED, message, time.time(), str(error))
 
     def _named(self, rank: int) -> str:

@@ -19,9 +19,11 @@ from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.kernels.ops import choose_ops
 from dsv4dist.model.decoder import Model
 from dsv4dist.step.builder import build_metadata
-from dsv4dist.workers.executor import Float32Array, StepResult
+from dsv4dist.step.metadata import StepMetadata
+from dsv4dist.workers.executor import NO_TOKEN, Float32Array, StepResult
 from dsv4dist.workers.packet import Int32Array, RowKind, read_header, split_sections
 from dsv4dist.workers.sampler import sample, token_logprobs
+from dsv4dist.workers.speculation import VerifyRows, count_right, propose, verify_rows
 
 CPU_CACHE_SHARE = 0.5
 """Share of the free memory of a CPU node that the caches of its ranks may take together, unless a size was given."""
@@ -42,7 +44,9 @@ class ModelRunner:
 
     def load(self) -> None:
         """Read this rank's share of the checkpoint and build the model.  Raises: CheckpointError."""
-        loaded = load_parameters(self.config.directory, self.config.model, self.tp, self.dtype, self.device)
+        loaded = load_parameters(
+            self.config.directory, self.config.model, self.tp, self.dtype, self.device, self.config.num_draft_layers
+        )
         self.skipped_draft_tensors = loaded.skipped_draft_tensors
         self.model = Model(self.config.model, loaded.tensors, self.tp, self.comm, self.ops, self.config.max_model_len)
 
@@ -50,7 +54,7 @@ class ModelRunner:
         """How many blocks of each cache group this rank has memory for; negative where not even the windows fit."""
         config = self.config
         return plan_num_blocks(
-            cache_groups(config.model, config.kv_cache_dtype),
+            cache_groups(config.model, config.kv_cache_dtype, config.num_draft_layers),
             self._cache_memory_bytes(),
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -62,7 +66,13 @@ class ModelRunner:
         check_num_blocks(num_blocks)
         config = self.config
         self.caches = allocate_caches(
-            config.model, num_blocks, config.kv_cache_dtype, self.arch.fp8_format, self.device, config.poison_memory
+            config.model,
+            num_blocks,
+            config.kv_cache_dtype,
+            self.arch.fp8_format,
+            self.device,
+            config.poison_memory,
+            config.num_draft_layers,
         )
 
     @torch.inference_mode()
@@ -74,7 +84,7 @@ class ModelRunner:
         sections = split_sections(on_device, header.shape)
         step = build_metadata(self.config.model, self.ops, sections)
         streams = self.model.forward(step, self.caches)
-        token_ids = self._sample(streams, sections)
+        token_ids = self._sample(streams, step, sections)
         logprobs, logits = self._score(streams, sections)
         return StepResult(
             generation=header.generation,
@@ -85,21 +95,52 @@ class ModelRunner:
             elapsed_us=int((time.perf_counter() - started) * 1e6),
         )
 
-    def _sample(self, streams: torch.Tensor, sections: dict[str, torch.Tensor]) -> Int32Array:
-        """One token for each request that wants one, in request order."""
+    def _sample(self, streams: torch.Tensor, step: StepMetadata, sections: dict[str, torch.Tensor]) -> Int32Array:
+        """The new tokens and next drafts of each request that wants a token; see StepResult for their layout."""
+        k = self.config.speculative_tokens
         reqs = torch.nonzero(sections["row_kind"] == RowKind.SAMPLE).flatten()
         if reqs.numel() == 0:
+            self._draft(streams, step, sections["targets"].long(), reqs)
             return np.empty(0, dtype=np.int32)
         last_rows = sections["query_start_loc"][1:][reqs].long() - 1
-        tokens = sample(
-            self.model.head(streams[last_rows]),
+        verify = verify_rows(reqs, sections["num_drafts"][reqs].long(), last_rows, k)
+        chosen = self._choose(streams, step, sections, verify)
+        num_right = count_right(chosen, verify, step.token_ids)
+        kept = torch.arange(k + 1, device=self.device) <= num_right.unsqueeze(1)
+        following = sections["targets"].long()
+        following[verify.rows[verify.valid]] = chosen[verify.valid]
+        accepted_rows = verify.rows.gather(1, num_right.unsqueeze(1)).squeeze(1)
+        drafts = self._draft(streams, step, following, accepted_rows)
+        tokens = torch.cat((chosen.masked_fill(~kept, NO_TOKEN), drafts), dim=1)
+        return tokens.flatten().to(torch.int32).cpu().numpy()
+
+    def _choose(
+        self, streams: torch.Tensor, step: StepMetadata, sections: dict[str, torch.Tensor], verify: VerifyRows
+    ) -> torch.Tensor:
+        """The model's choice of token after every row of `verify.rows`, [S, 1 + k]."""
+        rows, per_row = verify.rows.flatten(), verify.rows.shape[1]
+        reqs = verify.reqs.repeat_interleave(per_row)
+        chosen = sample(
+            self.model.head(streams[rows]),
             sections["temperature"].view(torch.float32)[reqs],
             sections["top_p"].view(torch.float32)[reqs],
             sections["top_k"][reqs],
             sections["seed"][reqs],
-            sections["seq_lens"][reqs],
+            step.positions[rows] + 1,
         )
-        return tokens.to(torch.int32).cpu().numpy()
+        return chosen.view(-1, per_row)
+
+    def _draft(
+        self, streams: torch.Tensor, step: StepMetadata, following: torch.Tensor, accepted_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the draft layer on the step, so that its window is complete, and propose [S, k] tokens."""
+        k = self.config.speculative_tokens
+        if self.model.draft is None:
+            return accepted_rows.new_empty(len(accepted_rows), 0)
+        following = following.clamp_min(0)  # what follows a scored sequence is not known, and not needed
+        return propose(
+            self.config.model, self.ops, self.model.draft, step, streams, following, accepted_rows, self.caches[-1], k
+        )
 
     def _score(self, streams: torch.Tensor, sections: dict[str, torch.Tensor]) -> tuple[Float32Array, Float32Array]:
         """Log-probabilities of the targets of all scored rows, and the logits of those that want them, in row order."""

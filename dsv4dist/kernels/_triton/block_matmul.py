@@ -25,7 +25,10 @@ _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
 @dataclass(frozen=True)
 class Tile:
-    """One compiled shape: `rows` of x by `columns` of w a program, for at most `max_rows` rows of x."""
+    """One compiled shape: `rows` of x by `columns` of w a program, for at most `max_rows` rows of x.
+
+    stages  tiles of one-byte elements in flight; wider elements get as many fewer
+    """
 
     max_rows: int
     rows: int
@@ -76,7 +79,8 @@ def load_scale(ptr, mask, KIND: tl.constexpr):
     """fp32 scales: stored so, or as e8m0 bytes, of which 0 is 2^-127 and 255 is NaN."""
     if KIND == _BYTE_SCALE:
         return decode_scale(tl.load(ptr, mask=mask, other=127))
-    return tl.load(ptr, mask=mask, other=1.0)
+    else:
+        return tl.load(ptr, mask=mask, other=1.0)
 
 
 @triton.jit
@@ -84,9 +88,10 @@ def load_operand(ptr, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.
     """A tile in DOT: of that type in memory (NATIVE), other floats (FORMAT 0), or fp8 bytes that need decoding."""
     if NATIVE:
         return tl.load(ptr.to(tl.pointer_type(DOT)), mask=mask, other=0.0)
-    if FORMAT == 0:
+    elif FORMAT == 0:
         return tl.load(ptr, mask=mask, other=0.0).to(DOT)
-    return decode_e4m3(tl.load(ptr, mask=mask, other=0), FORMAT == _FNUZ).to(DOT)
+    else:
+        return decode_e4m3(tl.load(ptr, mask=mask, other=0), FORMAT == _FNUZ).to(DOT)
 
 
 @triton.jit
@@ -235,7 +240,7 @@ def block_matmul(
         EVEN=channels % SCALE_BLOCK == 0,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        STAGES=tile.stages,
+        STAGES=max(2, tile.stages // x_data.element_size()),
         num_warps=tile.warps,
     )
     if splits > 1:

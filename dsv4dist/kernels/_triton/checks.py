@@ -55,7 +55,7 @@ def check_cache(name: str, cache: PagedCache, width: int) -> None:
     if data.dim() != 2 or data.dtype != torch.uint8 or data.shape[1] < content or data.stride(1) != 1:
         raise ShapeError(name, f"uint8 [blocks, >= {content}], bytes adjacent", f"{data.dtype} {list(data.shape)}")
     align = 2 if tokens else INDEX_SCALE_BYTES  # of the bf16 channels, or of the fp32 scales
-    if data.shape[0] > 1 and data.stride(0) % align or data.data_ptr() % align:
+    if (data.shape[0] > 1 and data.stride(0) % align) or data.data_ptr() % align:
         raise ShapeError(f"{name} page distance and address", f"multiples of {align} bytes", data.stride(0))
 
 
@@ -91,9 +91,13 @@ def check_table(name: str, table: BlockTable) -> None:
     """Refuse a block table that is not int32 [R, columns] with int32 [R] first blocks.  Raises: ShapeError."""
     blocks, first = table.blocks, table.first_block
     if blocks.dim() != 2 or blocks.dtype != torch.int32 or (blocks.shape[1] > 1 and blocks.stride(1) != 1):
-        raise ShapeError(f"{name} blocks", "int32 [requests, columns], columns adjacent", f"{blocks.dtype} {list(blocks.shape)}")
+        raise ShapeError(
+            f"{name} blocks", "int32 [requests, columns], columns adjacent", f"{blocks.dtype} {list(blocks.shape)}"
+        )
     if first.shape != blocks.shape[:1] or first.dtype != torch.int32 or not first.is_contiguous():
-        raise ShapeError(f"{name} first_block", f"contiguous int32 [{blocks.shape[0]}]", f"{first.dtype} {list(first.shape)}")
+        raise ShapeError(
+            f"{name} first_block", f"contiguous int32 [{blocks.shape[0]}]", f"{first.dtype} {list(first.shape)}"
+        )
 
 
 def power_of_2_up_to(size: int) -> int:

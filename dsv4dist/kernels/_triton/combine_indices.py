@@ -52,7 +52,8 @@ def _combine_kernel(
     value = tl.where(is_selected, entry, tl.where(in_window, token, -1))
     out_ptr = indices_ptr + row.to(tl.int64)[:, None] * out_width + column[None, :]
     tl.store(out_ptr, value.to(tl.int32), mask=wanted[:, None] & (column < out_width)[None, :])
-    tl.store(lens_ptr + row, (num_selected + num_window).to(tl.int32), mask=wanted & (tl.program_id(1) == 0))
+    if tl.program_id(1) == 0:
+        tl.store(lens_ptr + row, (num_selected + num_window).to(tl.int32), mask=wanted)
 
 
 def combine_indices(

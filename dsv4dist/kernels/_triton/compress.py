@@ -57,7 +57,8 @@ def _pool(
     tap = tl.arange(0, NUM_TAPS)
     position = last - (OVERLAP * RATIO - 1) + tap
     wanted = (position >= 0) & (tap < OVERLAP * RATIO)
-    slot = lookup_slots(blocks_ptr, first_block_ptr, req, position, wanted, stride_req, num_columns, BLOCK_SIZE)
+    first = tl.load(first_block_ptr + req)
+    slot = lookup_slots(blocks_ptr + req * stride_req, first, position, wanted, num_columns, BLOCK_SIZE)
     there = wanted & (slot >= 0) & (slot < num_slots)
     slot = tl.where(there, slot, 0)
     # With two windows pooled, the previous one's channels come first in a state, then its own.
@@ -74,8 +75,8 @@ def _pool(
 
 @triton.jit
 def _finish(
-    pooled, channel, inside, norm_weight_ptr, last, cos_sin_ptr, cache_ptr, slot, stride_table, stride_block, stride_row,
-    num_positions, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, ROTARY: tl.constexpr,
+    pooled, channel, inside, norm_weight_ptr, last, cos_sin_ptr, cache_ptr, slot, stride_table, stride_block,
+    stride_row, num_positions, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, ROTARY: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate by the window's first position, and store a pooled row [BLOCK]."""

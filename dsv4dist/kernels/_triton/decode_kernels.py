@@ -80,7 +80,7 @@ def rotate_back(value, cos_sin_ptr, position, ROWS: tl.constexpr):
     return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (ROWS, GROUP))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("main_slots", "extra_slots", "num_heads", "num_splits"))
 def sparse_decode_partial_kernel(
     q_ptr,
     main_ptr,
@@ -198,7 +198,7 @@ def sparse_decode_partial_kernel(
             tl.store(acc_row_ptr + g * GROUP, tl.trans(acc[g]), mask=present[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_heads", "num_splits"))
 def sparse_decode_reduce_kernel(
     top_ptr,
     total_ptr,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -15,13 +15,14 @@ from dsv4dist.kernels.split_plan import SplitTraits
 
 @dataclass(frozen=True)
 class Tile:
-    """One compiled shape of the partial kernel: `heads` x `keys` a step, and how to split with it."""
+    """One compiled shape of the partial kernel: `heads` x `keys` a step, how to split, which of the two kernels."""
 
     heads: int
     keys: int
     warps: int
     stages: int
     splits: SplitTraits
+    warpgroup: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class DecodeTraits:
     num_units   compute units of the device
     tiles       shapes by their number of heads, ascending; the first that holds all heads is taken, else the last
     wide_tile   the shape for fp32 keys, which need four times the registers
+    warpgroup_tiles  as tiles, for the Hopper kernel; empty where it does not run
     """
 
     native_fp8: frozenset[Fp8Format]
@@ -40,12 +42,14 @@ class DecodeTraits:
     num_units: int
     tiles: tuple[Tile, ...]
     wide_tile: Tile
+    warpgroup_tiles: tuple[Tile, ...] = ()
 
-    def tile(self, num_heads: int, dtype: tl.dtype) -> Tile:
-        """The shape for `num_heads` local heads multiplied in `dtype`."""
+    def tile(self, num_heads: int, dtype: tl.dtype, fp8_only: bool) -> Tile:
+        """The shape for `num_heads` local heads multiplied in `dtype`; fp8_only: all keys are fp8 the device converts."""
         if dtype == tl.float32:
             return self.wide_tile
-        return next((tile for tile in self.tiles if tile.heads >= num_heads), self.tiles[-1])
+        tiles = self.warpgroup_tiles if fp8_only and self.warpgroup_tiles else self.tiles
+        return next((tile for tile in tiles if tile.heads >= num_heads), tiles[-1])
 
 
 def _tile(heads: int, keys: int, warps: int, stages: int = 1, **splits: float) -> Tile:
@@ -62,10 +66,15 @@ _TILES = {
 }
 
 
+_WARPGROUP_TILES = {
+    "sm90": tuple(replace(_tile(heads, 64, 4), warpgroup=True) for heads in (8, 16, 32)),
+}
+
+
 def traits_for(arch: str, num_units: int) -> DecodeTraits:
     """The traits of an architecture name as Triton spells it (gfx950, sm90), with defaults for unknown ones."""
     native, tiles, wide = _TILES.get(arch, _TILES["other"])
-    return DecodeTraits(native, False, num_units, tiles, wide)
+    return DecodeTraits(native, False, num_units, tiles, wide, _WARPGROUP_TILES.get(arch, ()))
 
 
 @functools.cache

@@ -44,8 +44,8 @@ def _gather_dequant_kernel(
         row = (first + tl.arange(0, N)).to(tl.int64)
         wanted = (row < count) & (row < num_rows)
         entry = tl.load(seq_lens_ptr + req).to(tl.int64) - count + row
-        reqs = tl.zeros((N,), tl.int64) + req
-        slot = lookup_slots(blocks_ptr, first_block_ptr, reqs, entry, wanted, stride_req, num_columns, BLOCK_SIZE)
+        first_block = tl.load(first_block_ptr + req)
+        slot = lookup_slots(blocks_ptr + req * stride_req, first_block, entry, wanted, num_columns, BLOCK_SIZE)
         there = wanted & (slot >= 0) & (slot < num_slots)
         slot = tl.where(there, slot, 0)
         place = slot % BLOCK_SIZE
@@ -84,7 +84,7 @@ def gather_dequant(
     out: torch.Tensor,
     offset: int,
 ) -> None:
-    """Copy the last gather_lens[r] of the seq_lens[r] entries of each request to rows offset, offset + 1, ... of out[r].
+    """Copy the last gather_lens[r] of seq_lens[r] entries of each request to rows offset, offset + 1, ... of out[r].
 
         cache        rows, or fp8_ds_mla in either encoding (spec 2.3), any page distance
         table        where each request keeps its entries, one row per row of `out`

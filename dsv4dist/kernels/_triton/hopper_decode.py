@@ -5,8 +5,6 @@ channels and few heads waste nothing. One tile of 64 keys lies once in shared me
 products; the bytes of the next tile and the slots of the one after are on their way in registers meanwhile.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -190,7 +188,7 @@ def attend(
     return top, gl.sum(total, 0), acc
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=("main_shift", "extra_shift", "main_slots", "extra_slots", "num_heads", "num_splits"))
 def sparse_decode_hopper_kernel(
     q_ptr,
     data_ptr,
@@ -208,8 +206,8 @@ def sparse_decode_hopper_kernel(
     stride_head,
     stride_out,
     stride_out_head,
-    pages_delta,
-    indices_delta,
+    pages_delta: gl.int64,
+    indices_delta: gl.int64,
     main_stride,
     extra_stride,
     main_shift,

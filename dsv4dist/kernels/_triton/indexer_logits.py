@@ -33,7 +33,8 @@ def load_query_tile(ptr, stride_head, num_heads, dim, CAST: tl.constexpr, DOT: t
     q = tl.load(ptr + head * stride_head + channel, mask=mask, other=0.0)
     if CAST != _ROWS:
         return decode_e4m3(q, CAST == _FNUZ).to(DOT)
-    return q.to(DOT)
+    else:
+        return q.to(DOT)
 
 
 @triton.jit

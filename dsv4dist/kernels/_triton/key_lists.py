@@ -1,7 +1,7 @@
 """Which slots a query attends to, as ragged lists built on the device (attention spec 1.4, 3.3 to 3.5).
 
-Lists have a fixed capacity, rows * width: only the first indptr[rows] indices are defined. Few rows take one launch; many
-take two, one that counts and one in which every program adds up the counts before its own rows and fills.
+Lists have a fixed capacity, rows * width: only the first indptr[rows] indices are defined. Few rows take one launch;
+many take two, one that counts and one in which every program adds up the counts before its own rows and fills.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsv4dist.kernels.block_table import BlockTable
 
 WINDOW = tl.constexpr(0)
 LISTED = tl.constexpr(1)
-VISIBLE = tl.constexpr(2)
+VISIBLE = tl.constexpr(2)  # from here on rows carry their length
 DENSE = tl.constexpr(3)
 
 FEW_ROWS = 8
@@ -52,9 +52,9 @@ def _keys(
         return tl.where(inside & (entry >= 0) & (entry < limit), entry, -1)
     else:
         req = tl.load(req_ptr + row, mask=wanted, other=0).to(tl.int64)
-        req = tl.broadcast_to(req[:, None], inside.shape)
-        wanted_entry = inside & (entry >= 0)
-        return lookup_slots(blocks_ptr, first_block_ptr, req, entry, wanted_entry, stride_req, num_columns, BLOCK_SIZE)
+        first_block = tl.load(first_block_ptr + req)[:, None]
+        req_blocks_ptr = (blocks_ptr + req * stride_req)[:, None]
+        return lookup_slots(req_blocks_ptr, first_block, entry, inside, num_columns, BLOCK_SIZE)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _count(
 @triton.jit
 def _columns(row_ptr, row, wanted, width, MODE: tl.constexpr):
     """Columns that the longest of the rows has; rows that carry their length are not read beyond it."""
-    if (MODE == VISIBLE) or (MODE == DENSE):
+    if MODE >= VISIBLE:
         longest = tl.max(tl.load(row_ptr + row, mask=wanted, other=0), 0)
         return tl.minimum(longest.to(tl.int32), width)
     else:
@@ -168,7 +168,7 @@ def visible_key_list(
 
 
 def compact_rows(dense: torch.Tensor, lens: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values v, 0 <= v < limit, of the first lens[t] columns of each row of `dense` [T, width], in order (spec 3.5).
+    """The values 0 <= v < limit of the first lens[t] columns of each row of `dense` [T, width], in order (spec 3.5).
 
     dense, lens [T] int32 or int64. Returns indices int32 [T * width], of which the first indptr[T] are defined, and
     indptr int32 [T + 1].  Capture: launches depend on sizes only.  Raises: ShapeError.
@@ -223,13 +223,17 @@ def compile_specs() -> list[CompileSpec]:
     """Window and HCA lists of the step, and the CSA lists of Flash (512 entries) and Pro (1024), few rows and many."""
     pointers = {"blocks_ptr": "*i32", "first_block_ptr": "*i32", "req_ptr": "*i64", "row_ptr": "*i64",
                 "entries_ptr": "*i32", "counts_ptr": "*i32"}  # fmt: skip
-    numbers = dict.fromkeys(
-        ("stride_req", "stride_entries", "num_rows", "num_columns", "limit", "width"), "i32"
-    )
+    numbers = dict.fromkeys(("stride_req", "stride_entries", "num_rows", "num_columns", "limit", "width"), "i32")
     outputs = {"indices_ptr": "*i32", "indptr_ptr": "*i32"}
     specs = []
-    for name, mode, width, size in (("window", 0, 128, 64), ("csa", 1, 512, 64), ("csa", 1, 1024, 64), ("hca", 2, 1024, 2),
-                                    ("dense", 3, 1024, 1)):  # fmt: skip
+    lists = (
+        ("window", 0, 128, 64),
+        ("csa", 1, 512, 64),
+        ("csa", 1, 1024, 64),
+        ("hca", 2, 1024, 2),
+        ("dense", 3, 1024, 1),
+    )
+    for name, mode, width, size in lists:
         for rows, alone in ((1, True), (TILE // width, False)):
             values = {"MODE": mode, "BLOCK_SIZE": size, "ROWS": rows, "BLOCK": width}
             title = f"{name} {width} x{rows}"

@@ -174,16 +174,17 @@ def compile_specs() -> list[CompileSpec]:
     for width, count in ((4096, 1), (4096, 4096), (7168, 4096)):
         block = triton.next_power_of_2(width)
         per_program = _rows_per_program(count, block)
-        signature = {"x_ptr": "*bf16", "weight_ptr": "*fp32", "out_ptr": "*bf16", "stride_x": "i64", "stride_out": "i32"}
+        pointers = {"x_ptr": "*bf16", "weight_ptr": "*fp32", "out_ptr": "*bf16"}
+        signature = {**pointers, "stride_x": "i32", "stride_out": "i32", **rows}
         values = {"WIDTH": width, "BLOCK": block, "HAS_WEIGHT": True, "ROWS": per_program}
-        specs.append(spec(_rms_norm_kernel, f"rms_norm {width} x{per_program}", {**signature, **rows}, constexprs=values,
-                          num_warps=_warps(block * per_program)))  # fmt: skip
+        name = f"rms_norm {width} x{per_program}"
+        specs.append(spec(_rms_norm_kernel, name, signature, constexprs=values, num_warps=_warps(block * per_program)))
     for q_width, count, limit in ((1024, 1, 0), (1024, 4096, 0), (1536, 4096, 0), (1024, 4096, 448), (1024, 4096, 224)):
         blocks = triton.next_power_of_2(q_width), 512
         per_program = _rows_per_program(count, sum(blocks))
         signature = {"qr_kv_ptr": "*bf16", "q_weight_ptr": "*fp32", "kv_weight_ptr": "*fp32",
                      "qr_ptr": "*u8" if limit else "*bf16", "scale_ptr": "*fp32", "kv_ptr": "*bf16",
-                     "stride_x": "i64"}  # fmt: skip
+                     "stride_x": "i32"}  # fmt: skip
         values = {"Q_WIDTH": q_width, "Q_BLOCK": blocks[0], "KV_WIDTH": 512, "KV_BLOCK": 512, "QUANT_MAX": limit,
                   "ROWS": per_program}  # fmt: skip
         name = f"qr_kv_norm {q_width} x{per_program}" + (f" fp8 {limit}" if limit else "")

@@ -1,4 +1,4 @@
-"""Head norm and rotation of the query, and rotation and insertion of the key, in one Triton launch (attention spec 4.1)."""
+"""Head norm and rotation of the query, rotation and insertion of the key: one Triton launch (attention spec 4.1)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Device functions that other kernels share: rounding, e4m3 bytes, scale bytes, rotation, and storing one entry.
 
-Encodings are integer arithmetic on every target: these kernels wait for memory, some targets convert only one of the two
-encodings, and equal instructions give equal bytes everywhere, in Triton's interpreter too.
+Encodings are integer arithmetic on every target: these kernels wait for memory, some targets convert only one of
+the two encodings, and equal instructions give equal bytes everywhere, in Triton's interpreter too.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ def to_bf16(x):
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
     """fp32 to any float type, rounded once to nearest even."""
-    if DTYPE == tl.bfloat16:
-        return to_bf16(x)
-    else:
-        return x.to(DTYPE)
+    return to_bf16(x) if DTYPE == tl.bfloat16 else x.to(DTYPE)  # noqa: SIM300
 
 
 @triton.jit
@@ -81,15 +78,10 @@ def decode_e4m3(byte, FNUZ: tl.constexpr):
     """
     wide = byte.to(tl.uint16)
     size = (wide & 0x7F) << 7
-    if FNUZ:
-        size = tl.where(wide == 0x80, 0x7E00, size)
-    else:
-        size = tl.where(size == 0x3F80, 0x7E00, size)
+    nan = wide == 0x80 if FNUZ else size == 0x3F80
+    size = tl.where(nan, 0x7E00, size)
     value = (((wide & 0x80) << 8) | size).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    if FNUZ:
-        return value * 128.0
-    else:
-        return value * 256.0
+    return value * (128.0 if FNUZ else 256.0)
 
 
 @triton.jit
@@ -110,13 +102,10 @@ def magnitude(x):
 def scale_exponent(amax_bits, FNUZ: tl.constexpr):
     """int32 scale byte of a block with that largest `magnitude`: 127 + ceil(log2(amax / max)), 255 if not finite.
 
-    The difference of the exponent fields, plus one if amax has the larger mantissa (spec 2.2); max is 1.75 * 2^8 or 2^7.
+    The exponent fields' difference, plus one if amax has the larger mantissa (spec 2.2); max is 1.75 * 2^8 or 2^7.
     """
     bits = tl.maximum(amax_bits, _SMALLEST_AMAX)
-    if FNUZ:
-        exponent = ((bits + 0x1FFFFF) >> 23) - 7
-    else:
-        exponent = ((bits + 0x1FFFFF) >> 23) - 8
+    exponent = ((bits + 0x1FFFFF) >> 23) - (7 if FNUZ else 8)
     return tl.where(bits >= _INFINITY, 255, exponent)
 
 
@@ -189,11 +178,12 @@ def store_entry(x, cache_ptr, slot, stride_block, stride_row, WIDTH: tl.constexp
 
 
 @triton.jit
-def lookup_slots(blocks_ptr, first_block_ptr, req, entry, wanted, stride_req, num_columns,
-                 BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """int64 slots of `entry` of request `req` through a block table; -1 where not `wanted` or not there (spec 2.7)."""
-    first = tl.load(first_block_ptr + req, mask=wanted, other=0)
-    column = entry // BLOCK_SIZE - first
+def lookup_slots(req_blocks_ptr, first_block, entry, wanted, num_columns, BLOCK_SIZE: tl.constexpr):
+    """int64 slots of `entry` in a block table's row at `req_blocks_ptr`; -1 where not `wanted` or not there (spec 2.7).
+
+    The pointer and the row's first block broadcast against `entry`.
+    """
+    column = entry // BLOCK_SIZE - first_block
     inside = wanted & (entry >= 0) & (column >= 0) & (column < num_columns)
-    block = tl.load(blocks_ptr + req * stride_req + column, mask=inside, other=-1).to(tl.int64)
+    block = tl.load(req_blocks_ptr + column, mask=inside, other=-1).to(tl.int64)
     return tl.where(block >= 0, block * BLOCK_SIZE + entry % BLOCK_SIZE, -1)

@@ -69,7 +69,7 @@ def sparse_attention(
     traits = traits_of(q.device)
     sources = (_source(main, traits), _absent(q) if extra is None else _source(extra, traits))
     dtype, exact = _compute_types([main] if extra is None else [main, extra], traits)
-    tile = traits.tile(num_heads, dtype)
+    tile = traits.tile(num_heads, dtype, all(_warpgroup_ready(source) for source in sources))
     if num_splits is None:
         capacities = [source.indices.numel() if source.code else 0 for source in sources]
         blocks = triton.cdiv(num_heads, tile.heads)
@@ -103,7 +103,22 @@ def _launch(
     main, extra = sources
     sink_or_q, table, where = (q if x is None else x for x in (sink, cos_sin, positions))
     with _on(q.device):
-        sparse_decode_partial_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
+        if tile.warpgroup:
+            from dsv4dist.kernels._triton.hopper_decode import sparse_decode_hopper_kernel
+
+            there = extra if extra.code else main
+            sparse_decode_hopper_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
+                q, main.data, main.indices, main.indptr, there.indptr, sink_or_q, where, table,
+                top, total, acc, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+                (there.data.data_ptr() - main.data.data_ptr()) // 16,
+                (there.indices.data_ptr() - main.indices.data_ptr()) // 4,
+                main.stride // 16, there.stride // 16, main.block_size.bit_length() - 1,
+                there.block_size.bit_length() - 1, main.slots, there.slots, num_heads, num_splits, scale * LOG2_E,
+                EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
+                HEADS=tile.heads, num_warps=tile.warps,
+            )  # fmt: skip
+        else:
+          sparse_decode_partial_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
             q, main.data, main.indices, main.indptr, extra.data, extra.indices, extra.indptr, sink_or_q, where, table,
             top, total, acc, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             main.stride, extra.stride, main.slots, extra.slots, num_heads, num_splits, scale * LOG2_E,
@@ -134,6 +149,11 @@ def _source(segment: Segment, traits: DecodeTraits) -> _Source:
 
 def _absent(q: torch.Tensor) -> _Source:
     return _Source(q, q, q, 0, 0, 1, 0, False)
+
+
+def _warpgroup_ready(source: _Source) -> bool:
+    """Whether the Hopper kernel can read this segment: native fp8 pages with a power of two of slots, or none."""
+    return source.code == 0 or (source.native and source.block_size & (source.block_size - 1) == 0)
 
 
 def _compute_types(segments: list[Segment], traits: DecodeTraits) -> tuple[tl.dtype, tl.dtype]:

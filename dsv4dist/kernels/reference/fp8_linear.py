@@ -7,20 +7,23 @@ import torch.nn.functional as F
 
 from dsv4dist.kernels import fp8
 from dsv4dist.kernels.paged_cache import Fp8Format
-
-AMAX_FLOOR = 1e-10  # keeps the scale of an all-zero group away from 0
+from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
 
 
 def quantise_tokens(x: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row of `x` [M, K], float, in groups of 128 channels with ordinary fp32 scales (spec 6.2).
 
-    Returns data [M, K] in the encoding's dtype and fp32 scales [M, ceil(K / 128)] = max(amax, 1e-10) / quant_max.
+    Returns data [M, K] in the encoding's dtype and fp32 scales [M, ceil(K / 128)] = max(amax, 1e-10) / quant_max. A
+    group with a number that is not finite gets scale NaN and codes 0.
     """
     rows, channels = x.shape
-    groups = -(-channels // fp8.WEIGHT_BLOCK)
-    padded = F.pad(x.float(), (0, groups * fp8.WEIGHT_BLOCK - channels)).view(rows, groups, fp8.WEIGHT_BLOCK)
-    scale = padded.abs().amax(-1).clamp_min(AMAX_FLOOR) / fp8_format.quant_max
-    data = fp8.encode_fp8(padded / scale.unsqueeze(-1), fp8_format).flatten(1)[:, :channels]
+    groups = -(-channels // ACT_GROUP)
+    padded = F.pad(x.float(), (0, groups * ACT_GROUP - channels)).view(rows, groups, ACT_GROUP)
+    amax = padded.abs().amax(-1)
+    limit = torch.tensor(fp8_format.quant_max, device=x.device)  # a tensor: division by a number is not exact on GPUs
+    scale = (amax.clamp_min(ACT_FLOOR) / limit).where(amax.isfinite(), torch.full_like(amax, float("nan")))
+    ratio = (padded / scale.unsqueeze(-1)).nan_to_num(nan=0.0)
+    data = fp8.encode_fp8(ratio, fp8_format).flatten(1)[:, :channels]
     return data.contiguous().view(fp8_format.torch_dtype), scale
 
 

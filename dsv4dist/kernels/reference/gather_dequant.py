@@ -17,7 +17,7 @@ def gather_dequant(
     out: torch.Tensor,
     offset: int,
 ) -> None:
-    """Copy the last gather_lens[r] of the seq_lens[r] entries of each request to rows offset, offset + 1, ... of out[r].
+    """Copy the last gather_lens[r] of seq_lens[r] entries of each request to rows offset, offset + 1, ... of out[r].
 
         table        where each request keeps its entries, one row per row of `out`
         seq_lens     [R] entries of the request; gather_lens [R], None = all of them

@@ -31,12 +31,14 @@ def quantise_groups_of_128(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the last dimension of `x` [T, g, in], float, per 128 channels with power-of-two scales (spec 8.5).
 
-    Returns data [T, g, in] in the encoding's dtype and e8m0 bytes [T, g, in / 128], uint8: 2^ceil(log2(amax / max)).
+    Returns data [T, g, in] in the encoding's dtype and e8m0 bytes [T, g, in / 128], uint8: 2^ceil(log2(amax / max)),
+    255 (NaN) with codes 0 for a group that is not finite.
     """
     groups = x.float().unflatten(-1, (-1, fp8.WEIGHT_BLOCK))
     byte = fp8.scale_byte_of(groups.abs().amax(-1).clamp_min(AMAX_FLOOR), fp8_format.quant_max)
     inverse = fp8.decode_scale_byte(254 - byte.clamp_max(254)).unsqueeze(-1)
-    return fp8.encode_fp8(groups * inverse, fp8_format).flatten(-2).view(fp8_format.torch_dtype), byte
+    scaled = (groups * inverse).masked_fill((byte == fp8.NAN_SCALE_BYTE).unsqueeze(-1), 0.0)
+    return fp8.encode_fp8(scaled, fp8_format).flatten(-2).view(fp8_format.torch_dtype), byte
 
 
 def grouped_wo_a(

@@ -1,4 +1,4 @@
-"""The norms of qr and kv with qr leaving as fp8, for linears that take quantised activations (attention spec 6.2, 6.4)."""
+"""The norms of qr and kv with qr leaving as fp8, for linears that take it so (attention spec 6.2, 6.4)."""
 
 from __future__ import annotations
 

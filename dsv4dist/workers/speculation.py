@@ -1,0 +1,80 @@
+"""Speculative decoding on a rank: check the drafts of this step, propose those of the next.
+
+A draft is right when it is the token that the model itself chooses at that position. Choosing is a function of logits,
+seed and position alone (see sampler), so that outputs are the same with and without drafts, sampled ones included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsv4dist.cache.pool import LayerCaches
+from dsv4dist.config.model import ModelConfig
+from dsv4dist.kernels.ops import Ops
+from dsv4dist.model.draft import DraftLayer
+from dsv4dist.step.builder import window_metadata
+from dsv4dist.step.metadata import StepMetadata
+
+
+@dataclass(frozen=True)
+class VerifyRows:
+    """The rows of S sampled requests whose logits choose tokens: the last one, and one per draft before it.
+
+    reqs   [S] request of this step; num_drafts [S]
+    rows   [S, 1 + k] row in the step of the j-th choice, its last row beyond a request's own
+    valid  [S, 1 + k] whether the request has that choice
+    """
+
+    reqs: torch.Tensor
+    num_drafts: torch.Tensor
+    rows: torch.Tensor
+    valid: torch.Tensor
+
+
+def verify_rows(reqs: torch.Tensor, num_drafts: torch.Tensor, last_rows: torch.Tensor, k: int) -> VerifyRows:
+    """The rows to choose from, for requests `reqs` [S] with `num_drafts` [S] <= k drafts before `last_rows` [S]."""
+    choice = torch.arange(k + 1, device=reqs.device)
+    rows = last_rows.unsqueeze(1) - num_drafts.unsqueeze(1) + choice
+    return VerifyRows(reqs, num_drafts, rows.minimum(last_rows.unsqueeze(1)), choice <= num_drafts.unsqueeze(1))
+
+
+def count_right(chosen: torch.Tensor, verify: VerifyRows, token_ids: torch.Tensor) -> torch.Tensor:
+    """How many leading drafts of each request are right, [S]: draft j is the token in the row after choice j.
+
+    chosen     [S, 1 + k] the model's choices
+    token_ids  [T] of the step
+    """
+    drafts = token_ids[verify.rows[:, 1:]]
+    right = (drafts == chosen[:, :-1]) & verify.valid[:, 1:]
+    return right.long().cumprod(dim=1).sum(dim=1)
+
+
+def propose(
+    config: ModelConfig,
+    ops: Ops,
+    draft: DraftLayer,
+    step: StepMetadata,
+    streams: torch.Tensor,
+    following: torch.Tensor,
+    accepted_rows: torch.Tensor,
+    caches: LayerCaches,
+    k: int,
+) -> torch.Tensor:
+    """The next k tokens that the draft layer expects after each request's newest token, [S, k].
+
+        streams        [T, m, Hd] of the step's rows
+        following      [T] the token after each row
+        accepted_rows  [S] the row before each request's newest token
+    Writes the draft layer's window rows of all rows of the step, and of the proposed positions; rows of drafts that
+    turn out wrong are written again when their positions are computed.
+    """
+    streams = draft.forward(streams, replace(step, token_ids=following), caches)[accepted_rows]
+    token_to_req, positions = step.token_to_req[accepted_rows], step.positions[accepted_rows]
+    proposed = [draft.head(streams).argmax(dim=-1)]
+    for ahead in range(1, k):
+        one = window_metadata(config, ops, step.window, token_to_req, positions + ahead, proposed[-1])
+        streams = draft.forward(streams, one, caches)
+        proposed.append(draft.head(streams).argmax(dim=-1))
+    return torch.stack(proposed, dim=1)
