@@ -26,9 +26,10 @@ def build_metadata(config: ModelConfig, ops: Ops, sections: dict[str, torch.Tens
     starts, seq_lens = sections["query_start_loc"].long(), sections["seq_lens"].long()
     num_tokens = sections["token_ids"].shape[0]
     token = torch.arange(num_tokens, device=starts.device)
-    token_to_req = torch.searchsorted(starts[1:], token, right=True)
-    query_lens = starts[1:] - starts[:-1]
-    positions = (seq_lens - query_lens - starts[:-1])[token_to_req] + token
+    # Rows behind the last request's are padding: at position -1 they own no slot, see no entry and complete none.
+    token_to_req = torch.searchsorted(starts[1:], token, right=True).clamp_max(max(len(seq_lens) - 1, 0))
+    first_position = seq_lens - (starts[1:] - starts[:-1]) - starts[:-1]
+    positions = torch.where(token < starts[-1], first_position[token_to_req] + token, -1)
     window = _table(sections, WINDOW, WINDOW_BLOCK_TOKENS)
     metadata = window_metadata(config, ops, window, token_to_req, positions, sections["token_ids"].long())
     compressed = {
@@ -47,10 +48,13 @@ def window_metadata(
     positions: torch.Tensor,
     token_ids: torch.Tensor,
 ) -> StepMetadata:
-    """The metadata of layers that see their window only, for any tokens of the step's requests, all [T] int64."""
+    """The metadata of layers that see their window only, for any tokens of the step's requests, all [T] int64.
+
+    A row at position -1 is padding.
+    """
     return StepMetadata(
         token_ids=token_ids,
-        positions=positions,
+        positions=positions.clamp_min(0),
         token_to_req=token_to_req,
         window=window,
         window_slots=window.slots(token_to_req, positions),

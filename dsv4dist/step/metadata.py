@@ -32,9 +32,9 @@ class CompressedMetadata:
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """One step: T tokens of R requests, each request's tokens together and in order.
+    """One step: T tokens of R requests, each request's tokens together and in order; rows behind them are padding.
 
-    token_ids, positions, token_to_req  [T] int64
+    token_ids, positions, token_to_req  [T] int64; positions index rotary tables, so padding has 0
     window                              window rows of each request
     window_slots                        [T] int64, where each token's window row goes
     window_key_list                     (indices, indptr) of each token's window

@@ -6,7 +6,6 @@ import os
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from dsv4dist.arch import arch_of
@@ -18,12 +17,14 @@ from dsv4dist.distributed.comm import Communicator
 from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.kernels.ops import choose_ops
 from dsv4dist.model.decoder import Model
+from dsv4dist.step.buffers import StepBuffers, bucket_sizes, decode_widths
 from dsv4dist.step.builder import build_metadata
 from dsv4dist.step.metadata import StepMetadata
-from dsv4dist.workers.executor import NO_TOKEN, Float32Array, StepResult
-from dsv4dist.workers.packet import Int32Array, RowKind, read_header, split_sections
+from dsv4dist.step.sections import split_sections
+from dsv4dist.workers.executor import NO_TOKEN, StepResult
+from dsv4dist.workers.packet import Int32Array, PacketHeader, RowKind, StepKind, read_header
 from dsv4dist.workers.sampler import sample, token_logprobs
-from dsv4dist.workers.speculation import VerifyRows, count_right, propose, verify_rows
+from dsv4dist.workers.speculation import VerifyRows, count_right, following_tokens, propose, verify_rows
 
 CPU_CACHE_SHARE = 0.5
 """Share of the free memory of a CPU node that the caches of its ranks may take together, unless a size was given."""
@@ -40,6 +41,7 @@ class ModelRunner:
         self.arch = arch_of(device)
         self.ops = choose_ops(config.kernels)
         self.caches: list[LayerCaches] = []
+        self._groups = cache_groups(config.model, config.kv_cache_dtype, config.num_draft_layers)
         self.skipped_draft_tensors = 0
 
     def load(self) -> None:
@@ -48,13 +50,21 @@ class ModelRunner:
             self.config.directory, self.config.model, self.tp, self.dtype, self.device, self.config.num_draft_layers
         )
         self.skipped_draft_tensors = loaded.skipped_draft_tensors
-        self.model = Model(self.config.model, loaded.tensors, self.tp, self.comm, self.ops, self.config.max_model_len)
+        self.model = Model(
+            self.config.model,
+            loaded.tensors,
+            self.tp,
+            self.comm,
+            self.ops,
+            self.config.max_model_len,
+            self.config.num_draft_layers,
+        )
 
     def cache_block_limits(self) -> dict[str, int]:
         """How many blocks of each cache group this rank has memory for; negative where not even the windows fit."""
         config = self.config
         return plan_num_blocks(
-            cache_groups(config.model, config.kv_cache_dtype, config.num_draft_layers),
+            self._groups,
             self._cache_memory_bytes(),
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -65,6 +75,14 @@ class ModelRunner:
         """Allocate the caches with the block counts that all ranks agreed on.  Raises: ConfigError if too few."""
         check_num_blocks(num_blocks)
         config = self.config
+        tokens_per_request = 1 + config.speculative_tokens
+        self.buffers = StepBuffers(
+            bucket_sizes(min(config.max_num_seqs * tokens_per_request, config.max_num_batched_tokens)),
+            config.max_num_seqs,
+            decode_widths(self._groups, config.max_model_len, tokens_per_request),
+            self.device,
+            config.poison_memory,
+        )
         self.caches = allocate_caches(
             config.model,
             num_blocks,
@@ -80,39 +98,60 @@ class ModelRunner:
         """Run one step.  Raises: WorkerError for a packet that does not fit its header or this run's limits."""
         started = time.perf_counter()
         header = read_header(packet, self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        on_device = torch.from_numpy(packet).to(self.device)
-        sections = split_sections(on_device, header.shape)
-        step = build_metadata(self.config.model, self.ops, sections)
-        streams = self.model.forward(step, self.caches)
-        token_ids = self._sample(streams, step, sections)
-        logprobs, logits = self._score(streams, sections)
+        bucket = self.buffers.bucket_of(header.shape) if _is_decode(packet, header) else None
+        if bucket is None:
+            on_device = torch.from_numpy(packet).to(self.device)
+            tokens, logprobs, logits = self._run(split_sections(on_device, header.shape))
+        else:
+            tokens = self._decode(self.buffers.stage(packet, header.shape, bucket))[: header.shape.num_requests]
+            logprobs, logits = torch.empty(0), torch.empty(0, self.config.model.vocab_size)
         return StepResult(
             generation=header.generation,
             step_id=header.step_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            logits=logits,
+            token_ids=tokens.flatten().to(torch.int32).cpu().numpy(),
+            logprobs=logprobs.numpy(),
+            logits=logits.numpy(),
             elapsed_us=int((time.perf_counter() - started) * 1e6),
         )
 
-    def _sample(self, streams: torch.Tensor, step: StepMetadata, sections: dict[str, torch.Tensor]) -> Int32Array:
-        """The new tokens and next drafts of each request that wants a token; see StepResult for their layout."""
-        k = self.config.speculative_tokens
+    def _decode(self, sections: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A padded step in which all requests want tokens: a function of the step buffer's contents alone."""
+        step = build_metadata(self.config.model, self.ops, sections)
+        streams = self.model.forward(step, self.caches)
+        return self._sample(streams, step, sections, torch.arange(len(sections["seq_lens"]), device=self.device))
+
+    def _run(self, sections: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Any step, at its own size: new tokens, log-probabilities and logits, for those requests that want them."""
+        step = build_metadata(self.config.model, self.ops, sections)
+        streams = self.model.forward(step, self.caches)
         reqs = torch.nonzero(sections["row_kind"] == RowKind.SAMPLE).flatten()
-        if reqs.numel() == 0:
-            self._draft(streams, step, sections["targets"].long(), reqs)
-            return np.empty(0, dtype=np.int32)
-        last_rows = sections["query_start_loc"][1:][reqs].long() - 1
-        verify = verify_rows(reqs, sections["num_drafts"][reqs].long(), last_rows, k)
+        return self._sample(streams, step, sections, reqs), *self._score(streams, sections)
+
+    def _sample(
+        self, streams: torch.Tensor, step: StepMetadata, sections: dict[str, torch.Tensor], reqs: torch.Tensor
+    ) -> torch.Tensor:
+        """The new tokens and next drafts of the requests `reqs` [S], as [S, 1 + 2k]; see StepResult.token_ids."""
+        k = self.config.speculative_tokens
+        verify = verify_rows(reqs, sections, k)
         chosen = self._choose(streams, step, sections, verify)
         num_right = count_right(chosen, verify, step.token_ids)
         kept = torch.arange(k + 1, device=self.device) <= num_right.unsqueeze(1)
-        following = sections["targets"].long()
-        following[verify.rows[verify.valid]] = chosen[verify.valid]
-        accepted_rows = verify.rows.gather(1, num_right.unsqueeze(1)).squeeze(1)
-        drafts = self._draft(streams, step, following, accepted_rows)
-        tokens = torch.cat((chosen.masked_fill(~kept, NO_TOKEN), drafts), dim=1)
-        return tokens.flatten().to(torch.int32).cpu().numpy()
+        drafts = chosen.new_empty(len(reqs), 0)
+        if self.model.draft is not None:
+            following = following_tokens(sections["targets"].long(), chosen, verify)
+            accepted_rows = verify.rows.gather(1, num_right.unsqueeze(1)).squeeze(1)
+            drafts = propose(
+                self.config.model,
+                self.ops,
+                self.model.draft,
+                step,
+                streams,
+                following,
+                accepted_rows,
+                self.caches[-1],
+                k,
+            )
+        return torch.cat((chosen.masked_fill(~kept, NO_TOKEN), drafts), dim=1)
 
     def _choose(
         self, streams: torch.Tensor, step: StepMetadata, sections: dict[str, torch.Tensor], verify: VerifyRows
@@ -130,19 +169,7 @@ class ModelRunner:
         )
         return chosen.view(-1, per_row)
 
-    def _draft(
-        self, streams: torch.Tensor, step: StepMetadata, following: torch.Tensor, accepted_rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the draft layer on the step, so that its window is complete, and propose [S, k] tokens."""
-        k = self.config.speculative_tokens
-        if self.model.draft is None:
-            return accepted_rows.new_empty(len(accepted_rows), 0)
-        following = following.clamp_min(0)  # what follows a scored sequence is not known, and not needed
-        return propose(
-            self.config.model, self.ops, self.model.draft, step, streams, following, accepted_rows, self.caches[-1], k
-        )
-
-    def _score(self, streams: torch.Tensor, sections: dict[str, torch.Tensor]) -> tuple[Float32Array, Float32Array]:
+    def _score(self, streams: torch.Tensor, sections: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of the targets of all scored rows, and the logits of those that want them, in row order."""
         starts, row_kind = sections["query_start_loc"], sections["row_kind"]
         kind_of_row = torch.repeat_interleave(row_kind, (starts[1:] - starts[:-1]).long())
@@ -152,7 +179,7 @@ class ModelRunner:
             logits = self.model.head(streams[part])
             logprobs.append(token_logprobs(logits, sections["targets"][part]).cpu())
             wanted.append(logits[kind_of_row[part] == RowKind.SCORE_LOGITS].cpu())
-        return torch.cat(logprobs).numpy(), torch.cat(wanted).numpy()
+        return torch.cat(logprobs), torch.cat(wanted)
 
     def _cache_memory_bytes(self) -> int:
         if self.config.kv_cache_memory_bytes is not None:
@@ -162,6 +189,13 @@ class ModelRunner:
             return int(free * CPU_CACHE_SHARE) // self.tp.size
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total * self.config.gpu_memory_utilization) - (total - free)
+
+
+def _is_decode(packet: Int32Array, header: PacketHeader) -> bool:
+    """Whether every request of the step goes on by one decode row, or several with drafts, and wants tokens."""
+    return header.kind is StepKind.DECODE and bool(
+        (split_sections(packet, header.shape)["row_kind"] == RowKind.SAMPLE).all()
+    )
 
 
 @dataclass(frozen=True)

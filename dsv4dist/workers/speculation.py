@@ -16,28 +16,31 @@ from dsv4dist.kernels.ops import Ops
 from dsv4dist.model.draft import DraftLayer
 from dsv4dist.step.builder import window_metadata
 from dsv4dist.step.metadata import StepMetadata
+from dsv4dist.workers.packet import RowKind
 
 
 @dataclass(frozen=True)
 class VerifyRows:
     """The rows of S sampled requests whose logits choose tokens: the last one, and one per draft before it.
 
-    reqs   [S] request of this step; num_drafts [S]
+    reqs   [S] request of this step
     rows   [S, 1 + k] row in the step of the j-th choice, its last row beyond a request's own
     valid  [S, 1 + k] whether the request has that choice
     """
 
     reqs: torch.Tensor
-    num_drafts: torch.Tensor
     rows: torch.Tensor
     valid: torch.Tensor
 
 
-def verify_rows(reqs: torch.Tensor, num_drafts: torch.Tensor, last_rows: torch.Tensor, k: int) -> VerifyRows:
-    """The rows to choose from, for requests `reqs` [S] with `num_drafts` [S] <= k drafts before `last_rows` [S]."""
+def verify_rows(reqs: torch.Tensor, sections: dict[str, torch.Tensor], k: int) -> VerifyRows:
+    """The rows to choose from, for requests `reqs` [S] of the step; those that want no token have no valid row."""
+    last_rows = (sections["query_start_loc"][1:][reqs].long() - 1).clamp_min(0).unsqueeze(1)
+    num_drafts = sections["num_drafts"][reqs].long().unsqueeze(1)
+    wanted = (sections["row_kind"][reqs] == RowKind.SAMPLE).unsqueeze(1)
     choice = torch.arange(k + 1, device=reqs.device)
-    rows = last_rows.unsqueeze(1) - num_drafts.unsqueeze(1) + choice
-    return VerifyRows(reqs, num_drafts, rows.minimum(last_rows.unsqueeze(1)), choice <= num_drafts.unsqueeze(1))
+    rows = (last_rows - num_drafts + choice).minimum(last_rows)
+    return VerifyRows(reqs, rows, wanted & (choice <= num_drafts))
 
 
 def count_right(chosen: torch.Tensor, verify: VerifyRows, token_ids: torch.Tensor) -> torch.Tensor:
@@ -49,6 +52,14 @@ def count_right(chosen: torch.Tensor, verify: VerifyRows, token_ids: torch.Tenso
     drafts = token_ids[verify.rows[:, 1:]]
     right = (drafts == chosen[:, :-1]) & verify.valid[:, 1:]
     return right.long().cumprod(dim=1).sum(dim=1)
+
+
+def following_tokens(targets: torch.Tensor, chosen: torch.Tensor, verify: VerifyRows) -> torch.Tensor:
+    """The token after every row, [T]: the one that the driver knows (`targets`), or the one chosen; 0 if neither."""
+    spare = targets.shape[0]  # choices that are not valid land in a row of their own, behind the real ones
+    extended = torch.cat((targets, targets.new_zeros(1)))
+    extended[torch.where(verify.valid, verify.rows, spare)] = chosen
+    return extended[:spare].clamp_min(0)
 
 
 def propose(

@@ -1,0 +1,85 @@
+"""The graph-stable copy of a decode step: one buffer, a few padded sizes, the same addresses every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dsv4dist.cache.groups import GROUP_NAMES, CacheGroup
+from dsv4dist.step.sections import PacketShape, split_sections
+
+POISON_WORD = 0x7F7F7F7F
+PADDING = {"targets": -1} | {f"{name}.blocks": -1 for name in GROUP_NAMES}
+"""What fills a section behind the real requests and tokens where it is not 0; nothing there is written or seen."""
+
+
+def bucket_sizes(max_tokens: int) -> list[int]:
+    """Padded token counts of decode steps: 1, 2, 4, 8, then multiples of 8, to the first that holds max_tokens."""
+    small = [size for size in (1, 2, 4) if size < max_tokens]
+    return [*small, *range(8, -(-max_tokens // 8) * 8 + 1, 8)] if max_tokens > 4 else [*small, max_tokens]
+
+
+def decode_widths(groups: tuple[CacheGroup, ...], max_model_len: int, tokens_per_request: int) -> tuple[int, ...]:
+    """Block table columns that a decode row can need in each of GROUP_NAMES; 0 for groups the model has not got."""
+    widths = dict.fromkeys(GROUP_NAMES, 0)
+    for group in groups:
+        reach = max_model_len if group.window is None else group.window - 1
+        widths[group.name] = -(-(reach + tokens_per_request) // group.block_tokens) + 1
+    return tuple(widths.values())
+
+
+class StepBuffers:
+    """Holds one decode step on the device, padded to a bucket.
+
+    Every bucket has a fixed layout, so that a captured graph finds each section where it was at capture. A step is
+    written as a whole: what a smaller step does not fill is absent, never left over from the step before.
+    """
+
+    def __init__(
+        self, buckets: list[int], max_num_seqs: int, widths: tuple[int, ...], device: torch.device, poison: bool
+    ) -> None:
+        self.shapes = {size: PacketShape(min(size, max_num_seqs), size, widths) for size in buckets}
+        num_words = max(shape.num_words for shape in self.shapes.values())
+        self._host = torch.empty(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.empty(num_words, dtype=torch.int32, device=device)
+        if poison:
+            self._host.fill_(POISON_WORD)
+            self._device.fill_(POISON_WORD)
+        self._address = self._device.data_ptr()
+
+    def bucket_of(self, shape: PacketShape) -> int | None:
+        """The smallest bucket that holds a step of this shape; None where none does."""
+        for size, padded in self.shapes.items():
+            widths_fit = all(width <= limit for width, limit in zip(shape.widths, padded.widths, strict=True))
+            if shape.num_tokens <= size and shape.num_requests <= padded.num_requests and widths_fit:
+                return size
+        return None
+
+    def stage(self, packet: npt.NDArray[np.int32], shape: PacketShape, bucket: int) -> dict[str, torch.Tensor]:
+        """Copy a step to the device, padded to `bucket`; returns its sections there (see PacketShape.sections)."""
+        padded = self.shapes[bucket]
+        words = padded.num_words
+        host = self._host[:words]
+        _pad(split_sections(packet, shape), split_sections(host.numpy(), padded), shape.num_tokens)
+        assert self._device.data_ptr() == self._address, (
+            "the step buffer moved; captured graphs would read freed memory"
+        )
+        self._device[:words].copy_(host, non_blocking=True)
+        return self.sections(bucket)
+
+    def sections(self, bucket: int) -> dict[str, torch.Tensor]:
+        """Views of a bucket's sections on the device; the same memory at every call."""
+        views: dict[str, torch.Tensor] = split_sections(self._device, self.shapes[bucket])
+        return views
+
+
+def _pad(
+    real: Mapping[str, npt.NDArray[np.int32]], padded: Mapping[str, npt.NDArray[np.int32]], num_tokens: int
+) -> None:
+    for name, target in padded.items():
+        target[...] = num_tokens if name == "query_start_loc" else PADDING.get(name, 0)
+        source = real[name]
+        target[tuple(slice(0, size) for size in source.shape)] = source
