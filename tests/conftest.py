@@ -14,6 +14,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import pytest
 import torch
 
+import tests.kernels.implementations  # noqa: F401  # must come before anything that imports triton
 from dsv4dist.config.runtime import EngineConfig
 
 CPU_FP32: dict[str, Any] = {

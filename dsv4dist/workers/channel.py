@@ -304,6 +304,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], heartbeat_s: float, max_byt
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)  # of sockets that are dropped without `close`
     milliseconds = max(1, round(heartbeat_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, milliseconds // 5))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)

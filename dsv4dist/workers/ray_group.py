@@ -230,5 +230,3 @@ def _reason(text: str) -> str:
         return f"{one_line(found[1])} (killed, out of memory, or crashed)"
     lines = [line for line in text.splitlines() if line.strip()]
     return one_line(lines[-1]) if lines else "no reason given"
-
-

@@ -338,7 +338,14 @@ def test_wrong_input_is_named_all_at_once() -> None:
     with pytest.raises(UnsupportedError) as caught:
         run(torch.zeros(2, 1, 512), bad, good, sink=torch.zeros(0), positions=torch.zeros(2))
     message = str(caught.value)
-    for part in ("main pages", "main indices", "indptr must have 3", "sink", "given together", "positions must be int64"):
+    for part in (
+        "main pages",
+        "main indices",
+        "indptr must have 3",
+        "sink",
+        "given together",
+        "positions must be int64",
+    ):
         assert part in message
     assert "\n" not in message
     with pytest.raises(UnsupportedError, match="q must be"):

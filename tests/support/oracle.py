@@ -224,18 +224,17 @@ def hyper_weights(streams: Array, fn: Array, base: Array, scale: Array, config: 
     return pre, post, comb
 
 
-def feed_forward(x: Array, w1: Array, w2: Array, w3: Array, limit: float) -> Array:
+def feed_forward(x: Array, params: Params, limit: float) -> Array:
     """One token through one expert: w2(silu(min(w1 x, limit)) * clamp(w3 x))."""
-    gate = np.minimum(w1 @ x, limit)
-    return w2 @ (gate * sigmoid(gate) * np.clip(w3 @ x, -limit, limit))
+    gate = np.minimum(params["w1.weight"] @ x, limit)
+    up = np.clip(params["w3.weight"] @ x, -limit, limit)
+    return params["w2.weight"] @ (gate * sigmoid(gate) * up)
 
 
 def moe_layer(x: Array, token_ids: list[int], params: Params, config: ModelConfig, gaps: Gaps | None = None) -> Array:
     """Routed experts plus the shared one: x [T, Hd] -> [T, Hd]. `params` under names after `layers.N.ffn.`."""
-
-    def expert(name: str, row: Array) -> Array:
-        return feed_forward(row, *(params[f"{name}.{w}.weight"] for w in ("w1", "w2", "w3")), config.swiglu_limit)
-
+    names = ["shared_experts", *(f"experts.{one}" for one in range(config.n_routed_experts))]
+    experts = {name: below(params, f"{name}.") for name in names}
     out = np.zeros_like(x)
     for pos, token_id in enumerate(token_ids):
         scores = np.sqrt(np.logaddexp(0.0, params["gate.weight"] @ x[pos]))
@@ -248,9 +247,9 @@ def moe_layer(x: Array, token_ids: list[int], params: Params, config: ModelConfi
             if gaps is not None:
                 gaps.note(pos, biased[order], config.num_experts_per_tok)
         weights = scores[chosen] / (np.sum(scores[chosen]) + 1e-20) * config.routed_scaling_factor
-        out[pos] = expert("shared_experts", x[pos])
+        out[pos] = feed_forward(x[pos], experts["shared_experts"], config.swiglu_limit)
         for one, weight in zip(chosen, weights, strict=True):
-            out[pos] += weight * expert(f"experts.{one}", x[pos])
+            out[pos] += weight * feed_forward(x[pos], experts[f"experts.{one}"], config.swiglu_limit)
     return out
 
 

@@ -233,10 +233,9 @@ def test_an_oversized_message_never_arrives(pair: Callable[..., Pair], monkeypat
     p.driver.wait_connected(10, lambda: None)
     p.driver.send(np.arange(4, dtype=np.int32))
     assert end.receive() is not None
-    end._socket.send(bytes(2000))
-    assert p.driver.poll(0.3) is None
-    assert p.driver.lost_ranks() == [0]
+    end._socket.send(bytes(2000))  # the driver's socket drops the connection; the rank's opens a new one
     end.close()
+    assert p.driver.poll(0.3) is None
 
 
 def test_waiting_burns_no_core(pair: Callable[..., Pair]) -> None:

@@ -48,7 +48,9 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     assert _sample(torch.tensor([0.0, 5.0, 5.0, 1.0]), 1, 0.0).tolist() == [1]
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 0.8, 0), (2.0, 1.0, 3), (1.0, 0.7, 2)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 0.8, 0), (2.0, 1.0, 3), (1.0, 0.7, 2)]
+)
 def test_draws_follow_the_filtered_softmax(temperature: float, top_p: float, top_k: int) -> None:
     logits = torch.tensor([1.0, 3.0, 0.5, 2.5, 2.0])
     order = sorted(range(5), key=lambda i: -logits[i])

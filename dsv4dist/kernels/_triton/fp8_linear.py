@@ -130,7 +130,9 @@ def _check(
 ) -> None:
     if weight.dim() != 2 or weight.dtype != fp8_format.torch_dtype or weight.stride(1) != 1:
         found = f"{weight.dtype} {list(weight.shape)}"
-        raise ShapeError("weight of an fp8 linear", f"{fp8_format.torch_dtype} in two dimensions, adjacent channels", found)
+        raise ShapeError(
+            "weight of an fp8 linear", f"{fp8_format.torch_dtype} in two dimensions, adjacent channels", found
+        )
     columns, channels = weight.shape
     blocks = [triton.cdiv(columns, SCALE_BLOCK), triton.cdiv(channels, SCALE_BLOCK)]
     if list(weight_scale.shape) != blocks or weight_scale.dtype not in (torch.float32, *_BYTE_DTYPES):

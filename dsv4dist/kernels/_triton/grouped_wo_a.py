@@ -15,9 +15,7 @@ from dsv4dist.kernels.reference.grouped_wo_a import AMAX_FLOOR, exponent_scales
 __all__ = ["exponent_scales", "grouped_wo_a", "quantise_groups_of_128"]
 
 
-def quantise_groups_of_128(
-    x: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_groups_of_128(x: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the last dimension of `x` [T, g, in], float, per 128 channels with power-of-two scales (spec 8.5).
 
     in a multiple of 128; the rows [T, g] must lie at one stride, as in a view of attention's output. Returns data

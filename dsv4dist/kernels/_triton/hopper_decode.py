@@ -63,7 +63,9 @@ def barrier():
 @gluon.jit
 def load_slots(lists, tile, layout: gl.constexpr):
     """Slots [64] of a tile of the joined lists, -1 where there is no key; `lists` as built in `partial`."""
-    indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots = lists
+    indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots = (
+        lists
+    )
     is_main = tile < main_tiles
     first = gl.where(is_main, main_begin + tile * KEYS, extra_begin + (tile - main_tiles) * KEYS)
     last = gl.where(is_main, main_end, extra_end)

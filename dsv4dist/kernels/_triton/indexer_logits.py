@@ -251,9 +251,7 @@ def select_entries(
     for first in range(0, max(tokens, 1), rows):
         part = slice(first, first + rows)
         lens = visible_lens[part]
-        logits = indexer_logits(
-            q[part], weights[part], cache, table, token_to_req[part], lens, max_entries=max_entries
-        )
+        logits = indexer_logits(q[part], weights[part], cache, table, token_to_req[part], lens, max_entries=max_entries)
         parts.append(topk_entries(logits, lens, k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -302,4 +300,6 @@ def _check(
     elif cache.format is not CacheFormat.ROWS:
         raise UnsupportedError(f"index keys cannot be stored as {cache.format.value}; use fp8_index or rows")
     elif data.shape[1:] != (cache.block_size, dim) or data.stride()[1:] != (dim, 1) or data.dtype not in _FLOATS:
-        raise ShapeError("index cache", f"float [blocks, {cache.block_size}, {dim}]", f"{data.dtype} {list(data.shape)}")
+        raise ShapeError(
+            "index cache", f"float [blocks, {cache.block_size}, {dim}]", f"{data.dtype} {list(data.shape)}"
+        )

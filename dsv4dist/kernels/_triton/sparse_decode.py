@@ -118,7 +118,7 @@ def _launch(
                 HEADS=tile.heads, num_warps=tile.warps,
             )  # fmt: skip
         else:
-          sparse_decode_partial_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
+            sparse_decode_partial_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
             q, main.data, main.indices, main.indptr, extra.data, extra.indices, extra.indptr, sink_or_q, where, table,
             top, total, acc, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             main.stride, extra.stride, main.slots, extra.slots, num_heads, num_splits, scale * LOG2_E,
@@ -143,7 +143,14 @@ def _source(segment: Segment, traits: DecodeTraits) -> _Source:
     code = 3 if cache.fp8_format is None else _FORMATS[cache.fp8_format]
     native = cache.fp8_format in traits.native_fp8
     return _Source(
-        cache.data, segment.indices, segment.indptr, cache.data.stride(0), cache.num_slots, cache.block_size, code, native
+        cache.data,
+        segment.indices,
+        segment.indptr,
+        cache.data.stride(0),
+        cache.num_slots,
+        cache.block_size,
+        code,
+        native,
     )
 
 
@@ -196,7 +203,9 @@ def _check(
     if cos_sin is not None and (
         cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != ROTARY_DIM or not cos_sin.is_contiguous()
     ):
-        bad.append(f"cos_sin must be contiguous float32 [rows, {ROTARY_DIM}], got {cos_sin.dtype} {list(cos_sin.shape)}")
+        bad.append(
+            f"cos_sin must be contiguous float32 [rows, {ROTARY_DIM}], got {cos_sin.dtype} {list(cos_sin.shape)}"
+        )
     if bad:
         raise one_error(UnsupportedError, "sparse attention", bad)
 
@@ -206,16 +215,29 @@ def _segment_problems(name: str, segment: Segment, num_queries: int, device: tor
     data = cache.data
     if cache.format is CacheFormat.FP8_DS_MLA:
         if data.dtype != torch.uint8 or data.dim() != 2 or data.stride(1) != 1 or cache.fp8_format is None:
-            bad.append(f"{name} cache must be uint8 [blocks, page bytes] with an fp8 format, got {data.dtype} {list(data.shape)}")
+            bad.append(
+                f"{name} cache must be uint8 [blocks, page bytes] with an fp8 format, got {data.dtype} {list(data.shape)}"
+            )
         elif data.shape[1] < cache.block_size * 584 or data.stride(0) % 16 or data.data_ptr() % 16:
-            bad.append(f"{name} pages must hold {cache.block_size} * 584 bytes and start at multiples of 16, got {data.shape[1]} bytes every {data.stride(0)}")
+            bad.append(
+                f"{name} pages must hold {cache.block_size} * 584 bytes and start at multiples of 16, got {data.shape[1]} bytes every {data.stride(0)}"
+            )
     elif cache.format is not CacheFormat.ROWS:
         bad.append(f"{name} cache format {cache.format.value} is not one of rows, fp8_ds_mla")
-    elif data.dim() != 3 or tuple(data.shape[1:]) != (cache.block_size, HEAD_DIM) or data.dtype not in _FLOATS or data.stride()[1:] != (HEAD_DIM, 1):
-        bad.append(f"{name} rows must be float [blocks, {cache.block_size}, {HEAD_DIM}], contiguous inside a block, got {data.dtype} {list(data.shape)}")
+    elif (
+        data.dim() != 3
+        or tuple(data.shape[1:]) != (cache.block_size, HEAD_DIM)
+        or data.dtype not in _FLOATS
+        or data.stride()[1:] != (HEAD_DIM, 1)
+    ):
+        bad.append(
+            f"{name} rows must be float [blocks, {cache.block_size}, {HEAD_DIM}], contiguous inside a block, got {data.dtype} {list(data.shape)}"
+        )
     for part, tensor in (("indices", segment.indices), ("indptr", segment.indptr)):
         if tensor.dtype != torch.int32 or tensor.dim() != 1 or tensor.stride(0) != 1:
-            bad.append(f"{name} {part} must be contiguous int32 in one dimension, got {tensor.dtype} {list(tensor.shape)}")
+            bad.append(
+                f"{name} {part} must be contiguous int32 in one dimension, got {tensor.dtype} {list(tensor.shape)}"
+            )
     if segment.indptr.numel() != num_queries + 1:
         bad.append(f"{name} indptr must have {num_queries + 1} entries, got {segment.indptr.numel()}")
     if any(t.device != device for t in (data, segment.indices, segment.indptr)):

@@ -82,12 +82,14 @@ def _topk_kernel(
     valid = column < count
     total = tl.full((), 0, tl.int32)
     if tile * TILE < count:  # a tile beyond the row's length has nothing to read
-        key = tl.load(key_ptr + row * stride_key_row + column, mask=valid, other=NO_ENTRY)
+        # Whole groups of 4 columns, so that loads are wide where rows are aligned: up to 3 undefined ones come along.
+        inside = column < tl.minimum(tl.cdiv(count, 4) * 4, width)
+        key = tl.load(key_ptr + row * stride_key_row + column, mask=inside, other=NO_ENTRY)
         if FIRST:
             key = tl.where(valid, order_key(key), NO_ENTRY)
             entry = column
         else:
-            entry = tl.load(entry_ptr + row * stride_key_row + column, mask=valid, other=-1)
+            entry = tl.load(entry_ptr + row * stride_key_row + column, mask=inside, other=-1)
         bound = kth_largest(key, k)
         above = key > bound
         equal = (key == bound) & (key != NO_ENTRY)
@@ -112,7 +114,7 @@ def _topk_kernel(
 def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int, *, tile: int = 0) -> torch.Tensor:
     """The `k` largest entries of each row among its first lens[t] columns, ascending; NaN counts as -inf (spec 4.8).
 
-        logits  [T, W] fp32, unit stride in W; columns at or beyond lens[t] are not read
+        logits  [T, W] fp32, unit stride in W; columns at or beyond lens[t] may hold anything
         lens    [T] int32 or int64, values below 0 count as 0, above W as W
         tile    columns of one program, a power of two, 2 k at least; 0 = chosen from W and k
     Ties go to the lowest entry; -0 equals 0. Returns int32 [T, k], the valid entries first, then -1.

@@ -26,9 +26,7 @@ def exponent_scales(scale: torch.Tensor) -> torch.Tensor:
     return fp8.encode_scale_byte(scale)
 
 
-def quantise_groups_of_128(
-    x: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_groups_of_128(x: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the last dimension of `x` [T, g, in], float, per 128 channels with power-of-two scales (spec 8.5).
 
     Returns data [T, g, in] in the encoding's dtype and e8m0 bytes [T, g, in / 128], uint8: 2^ceil(log2(amax / max)),

@@ -1,0 +1,185 @@
+"""Compile Triton kernels for GPUs that are not there, and read what the machine code costs.
+
+The production launches are what each module of `kernels._triton` lists in its `compile_specs()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsv4dist.arch import traits_by_name
+from dsv4dist.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from dsv4dist.kernels._triton.compile_spec import CompileSpec
+
+DEFAULT_ARCHS = ("gfx942", "gfx950", "gfx1250", "sm90")
+
+_AMD_WIDE_LOAD = re.compile(r"^\s*(?:global|buffer|flat)_load_(?:dwordx4|b128)\b", re.MULTILINE)
+_AMD_LOAD = re.compile(r"^\s*(?:global|buffer|flat)_load_", re.MULTILINE)
+_AMD_MATRIX = re.compile(r"^\s*v_(?:mfma|smfmac|wmma|swmmac)_", re.MULTILINE)
+_SASS_WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.[\w.]*128\b")
+_SASS_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.")
+_SASS_MATRIX = re.compile(r"\b(?:HMMA|HGMMA|QMMA|QGMMA|IMMA|IGMMA|DMMA)\.")
+_SASS_SPILL = re.compile(r"\bSTL(?:\.[\w.]+)?\s")
+
+
+@dataclass(frozen=True)
+class CompileRow:
+    """One kernel variant on one architecture.
+
+    vgprs                vector registers of a thread (on NVIDIA: registers)
+    spills               vector registers that went to memory (on NVIDIA: store instructions that did it)
+    scratch_bytes        private memory of a thread
+    lds_bytes            shared memory of a thread block
+    matrix_instructions, loads, wide_loads  instructions in the code: matrix; from global memory; 16 bytes of those
+    error                what the compiler said, if it refused
+    """
+
+    kernel: str
+    arch: str
+    vgprs: int = 0
+    spills: int = 0
+    scratch_bytes: int = 0
+    lds_bytes: int = 0
+    matrix_instructions: int = 0
+    loads: int = 0
+    wide_loads: int = 0
+    error: str | None = None
+
+    def problems(self) -> list[str]:
+        """What keeps this variant from production: a refusal, spills, or more shared memory than there is."""
+        if self.error is not None:
+            return [f"does not compile: {self.error}"]
+        limit = traits_by_name(self.arch).lds_bytes
+        found = []
+        if self.spills:
+            found.append(f"spills {self.spills} registers")
+        if self.scratch_bytes:
+            found.append(f"uses {self.scratch_bytes} bytes of scratch")
+        if self.lds_bytes > limit:
+            found.append(f"needs {self.lds_bytes} bytes of shared memory, {limit} exist")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, without an `error` of None."""
+        return {key: value for key, value in asdict(self).items() if not (key == "error" and value is None)}
+
+
+def check_archs(archs: Iterable[str]) -> None:
+    """Refuse names that no compiler here has.  Raises: UnsupportedError naming all of them."""
+    unknown = [arch for arch in archs if not re.fullmatch(r"gfx\d+[a-z0-9]*|sm\d{2,3}", arch)]
+    if unknown:
+        raise UnsupportedError(
+            f"--arch: no architecture is called {', '.join(map(repr, unknown))}; "
+            f"names are like {', '.join(DEFAULT_ARCHS)}"
+        )
+
+
+def production_specs() -> list[CompileSpec]:
+    """The specs of every module of `kernels._triton`, by module name.  Raises: UnsupportedError without a compiler."""
+    try:
+        import triton
+    except ImportError:
+        raise UnsupportedError("triton is not installed; install dsv4dist[cpu], or PyTorch for a GPU") from None
+    if triton.knobs.runtime.interpret:
+        raise UnsupportedError("TRITON_INTERPRET is set, so kernels are interpreted, not compiled; unset it")
+    package = importlib.import_module("dsv4dist.kernels._triton")
+    specs: list[CompileSpec] = []
+    for name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        if hasattr(module, "compile_specs"):
+            specs += module.compile_specs()
+    return specs
+
+
+def compile_rows(specs: Iterable[CompileSpec], archs: Iterable[str]) -> Iterator[CompileRow]:
+    """Compile every spec for every architecture that launches it, and yield a row after each."""
+    archs = tuple(archs)
+    for spec in specs:
+        for arch in archs:
+            if spec.used_on(arch):
+                yield _compile(spec, arch)
+
+
+def _compile(spec: CompileSpec, arch: str) -> CompileRow:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = spec.kernel.arg_names
+    source = ASTSource(
+        spec.kernel,
+        signature={name: spec.signature.get(name, "constexpr") for name in names},
+        constexprs=dict(spec.constexprs),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible},
+    )
+    amd = arch.startswith("gfx")
+    target = (
+        GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32) if amd else GPUTarget("cuda", int(arch[2:]), 32)
+    )
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    try:
+        compiled = triton.compile(source, target=target, options=options)
+    except Exception as error:  # whatever a compiler raises is its verdict on this variant
+        return CompileRow(spec.name, arch, error=_first_line(error))
+    read = _read_amd if amd else _read_nvidia
+    return CompileRow(spec.name, arch, lds_bytes=int(compiled.metadata.shared), **read(compiled.asm))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+def _read_amd(asm: Any) -> dict[str, int]:
+    text: str = asm["amdgcn"]
+
+    def field(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", text)
+        return int(found.group(1)) if found else 0
+
+    return {
+        "vgprs": field("vgpr_count"),
+        "spills": field("vgpr_spill_count"),
+        "scratch_bytes": field("private_segment_fixed_size"),
+        "matrix_instructions": len(_AMD_MATRIX.findall(text)),
+        "loads": len(_AMD_LOAD.findall(text)),
+        "wide_loads": len(_AMD_WIDE_LOAD.findall(text)),
+    }
+
+
+def _read_nvidia(asm: Any) -> dict[str, int]:
+    import triton
+
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        tools = triton.knobs.nvidia
+        usage = _run(tools.cuobjdump.path, "--dump-resource-usage", str(cubin))
+        sass = _run(tools.nvdisasm.path, "-c", str(cubin))
+
+    def field(name: str) -> int:
+        found = re.search(rf"\b{name}:(\d+)", usage)
+        return int(found.group(1)) if found else 0
+
+    return {
+        "vgprs": field("REG"),
+        "spills": len(_SASS_SPILL.findall(sass)),
+        "scratch_bytes": field("STACK") + field("LOCAL"),
+        "matrix_instructions": len(_SASS_MATRIX.findall(sass)),
+        "loads": len(_SASS_LOAD.findall(sass)),
+        "wide_loads": len(_SASS_WIDE_LOAD.findall(sass)),
+    }
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
