@@ -51,7 +51,7 @@ def prepare_private_ray() -> None:
     """Set what a Ray instance of this process alone needs: loopback only, its own token, no reports.
 
     Without the switch for loopback Ray listens on the machine's outside address even for a private instance; it is read
-    when ray is imported, as is the one for messages of the autoscaler. Without a token in the environment Ray, which wants one for every new cluster, writes one into
+    when ray is imported. Without a token in the environment Ray, which wants one for every new cluster, writes one into
     the home directory. Values that the user set are kept.
     """
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -140,7 +140,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
 
 
-def _read_amd(asm: Any) -> dict[str, int]:
+def _read_amd(asm: Any) -> dict[str, Any]:
     text: str = asm["amdgcn"]
 
     def field(name: str) -> int:
@@ -157,7 +157,7 @@ def _read_amd(asm: Any) -> dict[str, int]:
     }
 
 
-def _read_nvidia(asm: Any) -> dict[str, int]:
+def _read_nvidia(asm: Any) -> dict[str, Any]:
     import triton
 
     with tempfile.TemporaryDirectory() as directory:

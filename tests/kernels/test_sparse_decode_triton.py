@@ -1,4 +1,4 @@
-"""Sparse decode attention in Triton against float64 loops: on a GPU where there is one, else in Triton's interpreter."""
+"""Sparse decode attention in Triton against float64 loops: on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 

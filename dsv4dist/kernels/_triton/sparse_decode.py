@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4dist.errors import ShapeError, UnsupportedError, one_error
+from dsv4dist.errors import UnsupportedError, one_error
 from dsv4dist.kernels._triton.decode_kernels import sparse_decode_partial_kernel, sparse_decode_reduce_kernel
 from dsv4dist.kernels._triton.decode_traits import DecodeTraits, Tile, traits_of
-from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
+from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format
 from dsv4dist.kernels.segments import Segment
 from dsv4dist.kernels.split_plan import plan_splits
 
