@@ -37,8 +37,9 @@ class RowKind(IntEnum):
 
     NOTHING = 0  # a prompt that goes on in the next step
     SAMPLE = 1  # one token, from its last row
-    SCORE = 2  # the log-probability of the target of every row
-    SCORE_LOGITS = 3  # the same, and the logits of every row
+    VERIFY = 2  # one token from each of its rows: its newest token and drafts of those that follow
+    SCORE = 3  # the log-probability of the target of every row
+    SCORE_LOGITS = 4  # the same, and the logits of every row
 
 
 @dataclass(frozen=True)
