@@ -19,20 +19,40 @@ GROUP_NAMES = (WINDOW, COMPRESSED, STATE[LayerKind.CSA], STATE[LayerKind.HCA])
 
 STATE_BYTES = 4
 
+PREFIX_BLOCK_TOKENS = COMPRESSED_BLOCK_TOKENS
+"""Requests can resume behind multiples of this many tokens of an equal prefix; every block size divides it."""
+RETAINED_SHARE = 4
+"""Where memory is short, one part in so many of what running requests leave keeps windows and states for reuse."""
+
 
 @dataclass(frozen=True)
 class CacheGroup:
     """Caches with one block table.
 
     block_tokens  tokens per block (a compressed cache stores block_tokens / ratio entries)
-    window        tokens back from the newest that must stay readable, itself included; None = all of them
+    window        tokens back from a reading one that must stay readable, itself included; None = all of them
     block_bytes   bytes of one block over all layers of the group
+    period        only tokens that end a run of this many read: 1 = all of them; of a compressor's states the last of
+                  each `ratio`, which pools an entry
     """
 
     name: str
     block_tokens: int
     window: int | None
     block_bytes: int
+    period: int = 1
+
+    def first_needed(self, num_computed: int) -> int:
+        """The first token that a token after the first `num_computed` of a request can read."""
+        if self.window is None:
+            return 0
+        first_reader = (num_computed // self.period + 1) * self.period - 1
+        return max(0, first_reader + 1 - self.window)
+
+    def resume_blocks(self) -> int:
+        """Blocks that a request needs which resumes behind many whole blocks of PREFIX_BLOCK_TOKENS tokens."""
+        boundary = PREFIX_BLOCK_TOKENS * (1 + (self.window or 0))
+        return (boundary - self.first_needed(boundary) // self.block_tokens * self.block_tokens) // self.block_tokens
 
     def live_blocks(self, num_requests: int, num_step_tokens: int, max_model_len: int) -> int:
         """Blocks that `num_requests` requests hold at most, with `num_step_tokens` new tokens among them."""
@@ -65,7 +85,8 @@ def cache_groups(config: ModelConfig, cache_dtype: str, num_draft_layers: int = 
             tokens = STATE_BLOCK_TOKENS[kind]
             width = 2 * kind.overlap * dims
             window = kind.overlap * kind.compress_ratio
-            groups.append(CacheGroup(STATE[kind], tokens, window, count[kind] * tokens * width * STATE_BYTES))
+            state_bytes = count[kind] * tokens * width * STATE_BYTES
+            groups.append(CacheGroup(STATE[kind], tokens, window, state_bytes, period=kind.compress_ratio))
     return tuple(groups)
 
 
@@ -75,20 +96,31 @@ def plan_num_blocks(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    retain: bool = False,
 ) -> dict[str, int]:
     """How many blocks of each group to allocate in `memory_bytes` of one rank.
 
     Groups with a window get what the largest step can need, so that they never run out; the compressed group gets the
-    rest, at most what max_num_seqs requests of max_model_len need.  Where the windows alone do not fit, counts are
-    negative.
+    rest, at most what max_num_seqs requests of max_model_len need.  With `retain`, groups with a window get room for
+    points where later requests can resume: at most one per PREFIX_BLOCK_TOKENS tokens of all those requests, in at
+    most one RETAINED_SHARE-th of the rest.  Where the windows alone do not fit, counts are negative.
     """
     need = {group.name: group.live_blocks(max_num_seqs, max_num_batched_tokens, max_model_len) for group in groups}
-    left = memory_bytes - sum(need[group.name] * group.block_bytes for group in groups if group.window is not None)
+    windowed = [group for group in groups if group.window is not None]
+    left = memory_bytes - sum(need[group.name] * group.block_bytes for group in windowed)
+    if left < 0:
+        return {group.name: -1 if group.window is not None else left // group.block_bytes for group in groups}
+    if retain:
+        point_bytes = sum(group.resume_blocks() * group.block_bytes for group in windowed)
+        points = min(
+            max_num_seqs * -(-max_model_len // PREFIX_BLOCK_TOKENS), left // RETAINED_SHARE // max(1, point_bytes)
+        )
+        left -= points * point_bytes
+        for group in windowed:
+            need[group.name] += points * group.resume_blocks()
     for group in groups:
         if group.window is None:
             need[group.name] = min(need[group.name], left // group.block_bytes)
-        elif left < 0:
-            need[group.name] = -1
     return need
 
 

@@ -27,6 +27,7 @@ HELP: dict[str, str] = {
     "max_num_batched_tokens": "Tokens of one step; longer prompts are split.",
     "gpu_memory_utilization": "Share of each GPU's memory that may be used.",
     "kv_cache_memory_bytes": "Bytes of cache per rank (default: what the requests need, at most what fits).",
+    "enable_prefix_caching": "Reuse what was computed for an earlier request that begins alike.",
     "speculative_tokens": "Tokens that the checkpoint's draft layer proposes per step; outputs stay the same.",
     "enforce_eager": "Run decode steps without captured graphs.",
     "kernels": "Implementation of the operations; `dsv4dist info` shows what auto takes.",

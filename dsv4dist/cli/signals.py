@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.noticed_at: float | None = None
+        self._pid = os.getpid()
         self._ended = threading.Event()
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
@@ -43,6 +45,24 @@ class _Watch:
             raise Interrupted(signum)
         if now - self.noticed_at > _SAME_EVENT_S:
             os._exit(128 + signum)
+
+    def on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
+        """Python drops an exception that a signal raises inside a destructor or a fork hook: send the signal again.
+
+        In a child that has not yet become another program there is nothing to do."""
+        error = lost.exc_value
+        if isinstance(error, Interrupted):
+            signum = error.signum
+        elif isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # Ray's answer to it
+            signum = signal.SIGTERM
+        else:
+            sys.__unraisablehook__(lost)
+            return
+        if os.getpid() == self._pid:
+            self.noticed_at = None
+            again = threading.Timer(0.05, os.kill, args=(self._pid, signum))
+            again.daemon = True
+            again.start()
 
     def close(self) -> None:
         self._ended.set()
@@ -70,6 +90,7 @@ def signals_raise() -> Iterator[None]:
     _watch = _Watch()
     before: dict[signal.Signals, Any] = {one: signal.getsignal(one) for one in SIGNALS}
     wakeup_before = signal.set_wakeup_fd(_watch.write_end, warn_on_full_buffer=False)
+    hook_before, sys.unraisablehook = sys.unraisablehook, _watch.on_unraisable
     take_signals()
     try:
         yield
@@ -77,6 +98,7 @@ def signals_raise() -> Iterator[None]:
         for one, handler in before.items():
             signal.signal(one, handler)
         signal.set_wakeup_fd(wakeup_before)
+        sys.unraisablehook = hook_before
         if _watch.noticed_at is None:  # else the limit holds up to the end of the process
             _watch.close()
         _watch = None

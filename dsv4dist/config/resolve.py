@@ -27,6 +27,7 @@ class RunConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    enable_prefix_caching: bool
     speculative_tokens: int
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
@@ -66,6 +67,7 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        enable_prefix_caching=options.enable_prefix_caching,
         speculative_tokens=options.speculative_tokens,
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,

@@ -38,6 +38,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     """Bytes per rank for all caches; None = what max_num_seqs requests of max_model_len need, at most what fits."""
+    enable_prefix_caching: bool = True
+    """Requests that begin like an earlier one reuse what was computed for it."""
     speculative_tokens: int = 0
     """Tokens that the checkpoint's draft layer proposes per step; outputs are the same with any number."""
     enforce_eager: bool = False

@@ -12,6 +12,7 @@ import numpy as np
 
 from dsv4dist.cache.blocks import BlockManager
 from dsv4dist.cache.groups import cache_groups
+from dsv4dist.cache.prefix_cache import PrefixCache
 from dsv4dist.config.resolve import RunConfig, resolve
 from dsv4dist.config.runtime import EngineConfig
 from dsv4dist.distributed.tp import check_tp_size
@@ -20,7 +21,7 @@ from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4dist.engine.step_plan import build_step_plan
 from dsv4dist.engine.tokenizer import encode_prompt, load_tokenizer
 from dsv4dist.errors import RequestError, WorkerError
-from dsv4dist.workers.executor import Executor, StepResult
+from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
 
 log = logging.getLogger(__name__)
@@ -69,44 +70,53 @@ class Engine:
 
     def submit(self, prompt: Prompt, params: SamplingParams, request_id: str) -> None:
         """Queue a request.  Raises: RequestError naming what is wrong with it; nothing is queued then."""
-        params.check()
-        prompt_ids = self._prompt_ids(prompt)
-        limit = self.config.max_model_len
-        if len(prompt_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens; with max_model_len = {limit} it may have {limit - 1}"
-            )
-        self._add(request_id, prompt_ids, params, min(len(prompt_ids) + params.max_tokens, limit), RowKind.SAMPLE)
+        self._queue(self._generation_request(request_id, prompt, params))
 
-    def stream_all(self) -> Iterator[RequestOutput]:
-        """Serve everything that was submitted; yields each request when it is finished.
+    def abort(self, request_id: str) -> bool:
+        """End the unfinished requests with this id, between two steps; False if there is none. Tokens so far stay."""
+        found = [request for request in self._scheduler.unfinished if request.id == request_id]
+        for request in found:
+            self._scheduler.abort(request)
+            self._account_finished(request)
+        return bool(found)
 
-        Raises: WorkerError when the ranks are lost, after an "error" output for each unfinished request.
+    def step(self) -> list[RequestOutput]:
+        """Run one step, if anything is left to do; returns the requests that ended, aborted ones included.
+
+        Raises: WorkerError when the ranks are lost; every unfinished request has ended with "error" then, and comes
+        from the next call.
         """
-        failure = None
-        while self._scheduler.unfinished and failure is None:
-            try:
-                self._step()
-            except WorkerError as error:
-                failure = error
-                self._fail_unfinished(str(error))
-            yield from map(self._output, self._take_finished())
-        if failure is not None:
-            raise failure
-
-    def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[RequestOutput]:
-        """Serve `prompts`; yields the state of a request each time it has one more token, the finished state last."""
-        requests = self._submit_many(prompts, params)
-        seen = dict.fromkeys(requests, 0)
-        while any(request.finish_reason is None for request in requests):
+        if self._scheduler.has_unfinished:
             try:
                 self._step()
             except WorkerError as error:
                 self._fail_unfinished(str(error))
                 raise
-            self._take_finished()
+        return [self._output(request) for request in self._take_finished()]
+
+    def stream_all(self) -> Iterator[RequestOutput]:
+        """Serve everything that was submitted; yields each request when it has ended.
+
+        Raises: WorkerError when the ranks are lost, after an "error" output for each unfinished request.
+        """
+        while self._scheduler.has_unfinished or self._finished:
+            try:
+                yield from self.step()
+            except WorkerError:
+                yield from self.step()
+                raise
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """Serve `prompts`; yields a request's state after every step that gave it tokens, the finished state last.
+
+        Raises: RequestError, before any of them is queued; WorkerError.
+        """
+        requests = self._submit_many(prompts, params)
+        seen = dict.fromkeys(requests, 0)
+        while any(request.finish_reason is None for request in requests):
+            self.step()
             for request in requests:
                 if len(request.output_token_ids) > seen[request]:
                     seen[request] = len(request.output_token_ids)
@@ -132,17 +142,17 @@ class Engine:
         Raises: RequestError before anything runs; WorkerError.
         """
         ids = list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))]
-        token_ids = [self._prompt_ids(sequence) for sequence in sequences]
-        for tokens in token_ids:
+        kind = RowKind.SCORE_LOGITS if return_logits else RowKind.SCORE
+        requests = []
+        for request_id, sequence in zip(ids, sequences, strict=True):
+            tokens = self._prompt_ids(sequence)
             if len(tokens) > self.config.max_model_len:
                 raise RequestError(
                     f"the sequence has {len(tokens)} tokens; max_model_len is {self.config.max_model_len}"
                 )
-        kind = RowKind.SCORE_LOGITS if return_logits else RowKind.SCORE
-        requests = [
-            self._add(request_id, tokens, SamplingParams(), len(tokens), kind)
-            for request_id, tokens in zip(ids, token_ids, strict=True)
-        ]
+            requests.append(self._request(request_id, tokens, SamplingParams(), len(tokens), kind))
+        for request in requests:
+            self._queue(request)
         for _ in self.stream_all():
             pass
         return [_score_output(request, return_logits) for request in requests]
@@ -157,44 +167,61 @@ class Engine:
         assert chosen, "an unfinished request is waiting, yet nothing can run"
         plan = build_step_plan(chosen, self._executor.generation, next(self._step_ids))
         result = self._executor.execute(plan.pack())
-        self._accept(chosen, plan, result)
-        self._scheduler.advance(chosen)
+        kept = self._accept(chosen, plan, result)
+        self._scheduler.advance(chosen, kept)
+        for request in (one.request for one in chosen):
+            self._tokens_done += max(0, request.num_computed - request.num_counted)
+            request.num_counted = max(request.num_counted, request.num_computed)
+            if request.finish_reason is not None:
+                self._account_finished(request)
 
-    def _accept(self, chosen: list[ScheduledRequest], plan: StepPlan, result: StepResult) -> None:
-        """Append sampled tokens and scores to their requests, and finish those that reached their end."""
-        tokens, logprobs, logits = iter(result.token_ids.tolist()), result.logprobs, result.logits
-        for one, row_kind in zip(chosen, plan.sections["row_kind"].tolist(), strict=True):
-            request = one.request
-            self._tokens_done += one.num_tokens
+    def _accept(self, chosen: Sequence[ScheduledRequest], plan: StepPlan, result: StepResult) -> list[int]:
+        """Give every request its new tokens, drafts and scores; returns how many of its tokens stay computed."""
+        k = self.config.speculative_tokens
+        tokens = iter(result.token_ids.reshape(-1, 1 + 2 * k).tolist())
+        logprobs, logits, kept = result.logprobs, result.logits, []
+        now = time.monotonic()
+        for (request, num_tokens), row_kind in zip(chosen, plan.sections["row_kind"].tolist(), strict=True):
+            kept.append(num_tokens)
             if row_kind == RowKind.SAMPLE:
-                self._append_token(request, next(tokens))
+                words = next(tokens)
+                new = [token for token in words[: 1 + k] if token != NO_TOKEN]
+                self._append_tokens(request, new, words[1 + k :], now)
+                # What was chosen last is not computed yet, and neither are drafts that it replaces.
+                kept[-1] = min(num_tokens, request.num_tokens - 1 - request.num_computed)
             elif row_kind >= RowKind.SCORE:
-                request.logprobs += logprobs[: one.num_tokens].tolist()
-                logprobs = logprobs[one.num_tokens :]
+                request.logprobs += logprobs[:num_tokens].tolist()
+                logprobs = logprobs[num_tokens:]
                 if row_kind == RowKind.SCORE_LOGITS:
-                    request.logits.append(logits[: one.num_tokens])
-                    logits = logits[one.num_tokens :]
-                if request.num_prompt_left == one.num_tokens:
-                    self._finish(request, "length")
+                    request.logits.append(logits[:num_tokens])
+                    logits = logits[num_tokens:]
+                if request.num_prompt_left == num_tokens:
+                    request.finish("length")
+        return kept
 
-    def _append_token(self, request: Request, token: int) -> None:
-        request.output_token_ids.append(token)
-        if request.first_token_s is None:
-            request.first_token_s = time.monotonic()
-        if token in self.config.model.eos_token_ids and not request.params.ignore_eos:
-            self._finish(request, "stop")
-        elif request.num_tokens >= request.max_total_tokens:
-            self._finish(request, "length")
+    def _append_tokens(self, request: Request, new: list[int], drafts: list[int], now: float) -> None:
+        """Append tokens up to the request's end, those behind it are dropped; keep the drafts of the next ones."""
+        if request.token_times_s is None:
+            request.token_times_s = []
+        for token in new:
+            request.output_token_ids.append(token)
+            request.token_times_s.append(now)
+            if token in self.config.model.eos_token_ids and not request.params.ignore_eos:
+                request.finish("stop")
+                return
+            if request.num_tokens >= request.max_total_tokens:
+                request.finish("length")
+                return
+        request.draft_token_ids = drafts
 
-    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
-        request.finish_reason, request.error, request.finished_s = reason, error, time.monotonic()
+    def _account_finished(self, request: Request) -> None:
         self._tokens_max -= request.max_total_tokens - request.num_tokens
         self._finished.append(request)
 
     def _fail_unfinished(self, message: str) -> None:
         for request in self._scheduler.unfinished:
-            if request.finish_reason is None:
-                self._finish(request, "error", message)
+            request.finish("error", message)
+            self._account_finished(request)
         self._scheduler = self._make_scheduler()
 
     def _take_finished(self) -> list[Request]:
@@ -220,18 +247,26 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
-        before = list(self._scheduler.waiting)
-        try:
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-                self.submit(prompt, one, str(index))
-        except RequestError:
-            for request in list(self._scheduler.waiting)[len(before) :]:
-                self._scheduler.waiting.remove(request)
-                self._tokens_max -= request.max_total_tokens
-            raise
-        return list(self._scheduler.waiting)[len(before) :]
+        requests = [
+            self._generation_request(str(index), prompt, one)
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        ]
+        for request in requests:
+            self._queue(request)
+        return requests
 
-    def _add(
+    def _generation_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        params.check()
+        prompt_ids = self._prompt_ids(prompt)
+        limit = self.config.max_model_len
+        if len(prompt_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens; with max_model_len = {limit} it may have {limit - 1}"
+            )
+        total = min(len(prompt_ids) + params.max_tokens, limit)
+        return self._request(request_id, prompt_ids, params, total, RowKind.SAMPLE)
+
+    def _request(
         self, request_id: str, tokens: list[int], params: SamplingParams, max_total_tokens: int, kind: RowKind
     ) -> Request:
         capacity = self._scheduler.blocks.max_tokens()
@@ -241,10 +276,11 @@ class Engine:
                 "more memory (--kv-cache-memory-bytes)"
             )
         seed = params.seed if params.seed is not None else next(self._default_seeds)
-        request = Request(request_id, tokens, params, seed, max_total_tokens, kind)
-        self._tokens_max += max_total_tokens
+        return Request(request_id, tokens, params, seed, max_total_tokens, kind)
+
+    def _queue(self, request: Request) -> None:
+        self._tokens_max += request.max_total_tokens
         self._scheduler.add(request)
-        return request
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -260,9 +296,11 @@ class Engine:
         return tokens
 
     def _make_scheduler(self) -> Scheduler:
-        groups = cache_groups(self.config.model, self.config.kv_cache_dtype, self.config.num_draft_layers)
+        config = self.config
+        groups = cache_groups(config.model, config.kv_cache_dtype, config.num_draft_layers)
         blocks = BlockManager(groups, self.report.num_cache_blocks)
-        return Scheduler(blocks, self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        prefix_cache = PrefixCache(blocks) if config.enable_prefix_caching else None
+        return Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
 
 
 def _score_output(request: Request, with_logits: bool) -> ScoreOutput:

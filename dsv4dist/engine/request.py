@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from dsv4dist.cache.blocks import GroupBlocks
+from dsv4dist.cache.blocks import BlockTables
 from dsv4dist.errors import RequestError, one_error
 from dsv4dist.workers.packet import RowKind
+
+_PARAMS = struct.Struct("<ffiQ")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request's tokens so far; finish_reason is None while it runs, then "stop", "length" or "error"."""
+    """A request's tokens so far; finish_reason is None while it runs, then "stop", "length", "abort" or "error"."""
 
     id: str
     prompt_token_ids: list[int]
@@ -64,9 +67,12 @@ class ScoreOutput:
     logits: npt.NDArray[np.float32] | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
-    """One request while it is served; identity is the object, so that ids only need to be unique for the user."""
+    """One request while it is served; identity is the object, so that ids only need to be unique for the user.
+
+    A queued one is small: blocks, digests and packed parameters come when it is scheduled.
+    """
 
     id: str
     prompt_token_ids: list[int]
@@ -76,19 +82,31 @@ class Request:
     """Prompt and output tokens at most."""
     row_kind: RowKind = RowKind.SAMPLE
     output_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Proposals for the tokens after the last one; the next step verifies them."""
     num_computed: int = 0
-    """Tokens whose rows are in the caches."""
-    tables: dict[str, GroupBlocks] = field(default_factory=dict)
+    """Tokens whose rows are in the caches and final."""
+    num_counted: int = 0
+    """The most that num_computed ever was: a preemption takes nothing away from what progress shows."""
+    tables: BlockTables = field(default_factory=BlockTables)
+    digests: list[bytes] | None = None
+    """Of its whole prefix blocks (cache.prefix_cache), as far as they were needed."""
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[float] = field(default_factory=list)
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
     arrived_s: float = field(default_factory=time.monotonic)
-    first_token_s: float | None = None
+    token_times_s: list[float] | None = None
+    """When each output token came; None before the first."""
     finished_s: float | None = None
+    num_cached: int | None = None
+    """Prompt tokens that were not computed since they were found in the cache; None before the first start."""
+    num_preemptions: int = 0
+    _packed_params: bytes | None = None
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and output tokens, without drafts."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
@@ -96,15 +114,60 @@ class Request:
         """Prompt tokens that have not been computed."""
         return max(0, len(self.prompt_token_ids) - self.num_computed)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only its newest output token, and drafts, are left to compute."""
+        num_outputs = len(self.output_token_ids)
+        return num_outputs > 0 and self.num_computed + 1 == len(self.prompt_token_ids) + num_outputs
+
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Prompt and output tokens start..stop-1."""
-        prompt = len(self.prompt_token_ids)
-        if start >= prompt:
-            return self.output_token_ids[start - prompt : stop - prompt]
-        return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - prompt)]
+        """Prompt, output and draft tokens start .. stop - 1, as far as there are so many."""
+        begin = start - len(self.prompt_token_ids)
+        end = stop - len(self.prompt_token_ids)
+        if begin < 0:
+            found = self.prompt_token_ids[start:stop]
+            return found + self.output_token_ids[:end] if end > 0 else found
+        behind = end - len(self.output_token_ids)
+        found = self.output_token_ids[begin:end]
+        return found + self.draft_token_ids[:behind] if behind > 0 else found
+
+    def packed_params(self) -> bytes:
+        """Sampling parameters as little-endian words: temperature and top_p (float32 bits), top_k, seed (low, high)."""
+        if self._packed_params is None:
+            params = self.params
+            self._packed_params = _PARAMS.pack(params.temperature, params.top_p, params.top_k, self.seed)
+        return self._packed_params
+
+    def finish(self, reason: str, error: str | None = None) -> None:
+        """End it; what it has so far stays."""
+        self.finish_reason, self.error, self.finished_s = reason, error, time.monotonic()
+
+    def restart(self) -> None:
+        """Forget what was computed, not what was sampled: it is computed again from prompt and output tokens."""
+        self.num_computed = 0
+        self.draft_token_ids.clear()
+        self.logprobs.clear()
+        self.logits.clear()
 
     def metrics(self) -> dict[str, float]:
-        """Seconds to the first token and from there to the last, as far as they are known, and reused prompt tokens."""
+        """What a user wants to know of its service; times in seconds.
+
+        ttft_s, decode_s                 to the first token, and from there to the last, as far as they are known
+        cached_tokens                    prompt tokens found in the cache
+        preemptions                      how often its blocks were given to others
+        itl_mean_s, itl_p50_s, itl_p99_s between tokens; only of a finished request with at least two
+        """
         now = self.finished_s if self.finished_s is not None else time.monotonic()
-        first = self.first_token_s if self.first_token_s is not None else now
-        return {"ttft_s": first - self.arrived_s, "decode_s": now - first, "cached_tokens": 0}
+        times = self.token_times_s or []
+        first = times[0] if times else now
+        found = {
+            "ttft_s": first - self.arrived_s,
+            "decode_s": now - first,
+            "cached_tokens": self.num_cached or 0,
+            "preemptions": self.num_preemptions,
+        }
+        if self.finish_reason is not None and len(times) > 1:
+            gaps = np.diff(times)
+            p50, p99 = np.percentile(gaps, (50, 99))
+            found |= {"itl_mean_s": float(gaps.mean()), "itl_p50_s": float(p50), "itl_p99_s": float(p99)}
+        return found

@@ -69,6 +69,7 @@ class ModelRunner:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.max_model_len,
+            retain=config.enable_prefix_caching,
         )
 
     def allocate(self, num_blocks: dict[str, int]) -> None:

@@ -155,3 +155,26 @@ def wait_until_gone(command: Command) -> None:
     while command.descendants():
         assert time.monotonic() < deadline, f"left behind: {command.descendants()}"
         time.sleep(0.1)
+
+
+def test_a_signal_whose_exception_is_dropped_is_not_lost() -> None:
+    """Python ignores exceptions in destructors, and a signal can arrive in one."""
+    program = """
+import os, signal, sys, time
+from dsv4dist.cli.signals import Interrupted, signals_raise
+
+class Signalled:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+try:
+    with signals_raise():
+        Signalled()
+        time.sleep(30)
+        print("lost")
+except Interrupted as interrupt:
+    print(interrupt)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("SIGTERM\n", "", 0)

@@ -24,7 +24,7 @@ class Stepper:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        groups = cache_groups(engine.config.model, engine.config.kv_cache_dtype)
+        groups = cache_groups(engine.config.model, engine.config.kv_cache_dtype, engine.config.num_draft_layers)
         self.blocks = BlockManager(groups, engine.report.num_cache_blocks)
         self.step_ids = itertools.count()
 
@@ -44,13 +44,13 @@ class Stepper:
         for step in steps:
             self._run_step([ScheduledRequest(requests[which], count) for which, count in step])
         for request in requests:
-            self.blocks.free(request.tables, 0)
+            self.blocks.free(request.tables)
         return [np.concatenate(request.logits) for request in requests]
 
     def _run_step(self, chosen: list[ScheduledRequest]) -> None:
         executor = self.engine._executor
         for one in chosen:
-            self.blocks.extend(one.request.tables, one.request.num_computed + one.num_tokens)
+            assert self.blocks.extend(one.request.tables, one.request.num_computed + one.num_tokens)
         plan = build_step_plan(chosen, executor.generation, next(self.step_ids))
         logits = executor.execute(plan.pack()).logits
         for one in chosen:

@@ -58,12 +58,13 @@ def spec(
     *,
     constexprs: Mapping[str, Any],
     unaligned: tuple[str, ...] = (),
+    aligned: tuple[str, ...] = (),
     **rest: Any,
 ) -> CompileSpec:
-    """A CompileSpec whose pointers and strides are all divisible by 16, except those named in `unaligned`."""
-    aligned = {
+    """A CompileSpec whose pointers and strides are all divisible by 16, except `unaligned`, and `aligned` numbers too."""
+    multiples = {
         key
         for key, kind in signature.items()
         if (kind.startswith("*") or key.startswith("stride_")) and key not in unaligned
     }
-    return CompileSpec(kernel, name, signature, constexprs, frozenset(aligned), **rest)
+    return CompileSpec(kernel, name, signature, constexprs, frozenset(multiples) | frozenset(aligned), **rest)

@@ -62,7 +62,7 @@ def _pool(
     there = wanted & (slot >= 0) & (slot < num_slots)
     slot = tl.where(there, slot, 0)
     # With two windows pooled, the previous one's channels come first in a state, then its own.
-    side = tl.where(tap < (OVERLAP - 1) * RATIO, 0, (OVERLAP - 1) * DIM)
+    side = (tap >= RATIO).to(tl.int64) * ((OVERLAP - 1) * DIM)
     row_ptr = state_ptr + (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_row + side
     tile_ptr = row_ptr[:, None] + channel[None, :]
     mask = there[:, None] & inside[None, :]

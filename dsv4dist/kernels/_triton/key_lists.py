@@ -239,7 +239,7 @@ def compile_specs() -> list[CompileSpec]:
             title = f"{name} {width} x{rows}"
             if not alone:
                 specs.append(spec(_count_kernel, f"count_keys {title}", {**pointers, **numbers}, constexprs=values,
-                                  unaligned=("stride_req",)))  # fmt: skip
+                                  unaligned=("stride_req",), aligned=("width",)))  # fmt: skip
             specs.append(spec(_fill_kernel, f"fill_keys {title}", {**pointers, **outputs, **numbers},
-                              constexprs={**values, "ALONE": alone}, unaligned=("stride_req",)))  # fmt: skip
+                              constexprs={**values, "ALONE": alone}, unaligned=("stride_req",), aligned=("width",)))  # fmt: skip
     return specs

@@ -35,12 +35,12 @@ def _q_rope_kv_insert_kernel(
     channel = tl.arange(0, BLOCK)
     inside = channel < WIDTH
     if program < num_tokens:
-        token = program.to(tl.int64)
-        slot = tl.load(slots_ptr + token).to(tl.int64)
+        key_token = program.to(tl.int64)
+        slot = tl.load(slots_ptr + key_token).to(tl.int64)
         if (slot >= 0) & (slot < num_slots):
-            position = tl.load(positions_ptr + token + tl.arange(0, 1))
-            kv = tl.load(kv_ptr + token * stride_kv + channel, mask=inside, other=0.0).to(tl.float32)
-            kv = rotate_rows(kv[None, :], cos_sin_ptr, position, stride_table, num_positions, ROTARY, WIDTH, False)
+            key_position = tl.load(positions_ptr + key_token + tl.arange(0, 1))
+            kv = tl.load(kv_ptr + key_token * stride_kv + channel, mask=inside, other=0.0).to(tl.float32)
+            kv = rotate_rows(kv[None, :], cos_sin_ptr, key_position, stride_table, num_positions, ROTARY, WIDTH, False)
             kv = tl.reshape(kv, (BLOCK,))
             store_entry(kv, cache_ptr, slot, stride_block, stride_row, WIDTH, BLOCK, FORMAT, BLOCK_SIZE, FNUZ)
     else:
