@@ -2,17 +2,22 @@
 
 Scores are computed as keys x heads and values as channels x heads, so the 64 rows of a warpgroup instruction are keys or
 channels and few heads waste nothing. One tile of 64 keys lies once in shared memory, as 16-bit numbers, and serves both
-products; the bytes of the next tile and the slots of the one after are on their way in registers meanwhile.
+products; the bytes of the next tile and the slots of the one after are on their way meanwhile.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 KEYS = gl.constexpr(64)  # keys of one tile: the M of a warpgroup instruction
-ROW = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))  # 16 bytes a thread, 64 contiguous bytes a row
 PANEL16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PANEL32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 # Four e4m3 bytes -> two pairs of fp16, times a pair of equal scales.
 _FP8_TO_FP16 = gl.constexpr("""{ .reg .b16 a, b; mov.b32 {a, b}, $2;
@@ -62,25 +67,33 @@ def barrier():
 
 @gluon.jit
 def load_slots(lists, tile, layout: gl.constexpr):
-    """Slots [64] of a tile of the joined lists, -1 where there is no key; `lists` as built in `partial`."""
-    indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots = (
-        lists
-    )
+    """Listed slots [64] of a tile of the joined lists, -1 behind its end; `lists` as built in the kernel.
+
+    They are not looked at here: whoever asks for the slots of a later tile must not wait for them.
+    """
+    indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots = lists
     is_main = tile < main_tiles
     first = gl.where(is_main, main_begin + tile * KEYS, extra_begin + (tile - main_tiles) * KEYS)
     last = gl.where(is_main, main_end, extra_end)
-    slots = gl.where(is_main, main_slots, extra_slots)
     at = first + gl.arange(0, KEYS, layout)
     from_ptr = indices_ptr + gl.where(is_main, indices_delta * 0, indices_delta)
-    slot = gl.load(from_ptr + at, mask=at < last, other=-1)
-    return gl.where((slot >= 0) & (slot < slots), slot, -1)
+    return gl.load(from_ptr + at, mask=at < last, other=-1)
 
 
 @gluon.jit
-def load_rows(pages, slot, is_main):
-    """The raw tile of `slot` [64]: 7 x int32 [64, 16], int32 [64, 32] and the scale words int64 [64]; 0 where absent."""
+def within_cache(lists, slot, tile):
+    """Which of the slots [64] of a tile lie in its cache."""
+    _, _, _, main_tiles, main_slots, _, _, _, extra_slots = lists
+    return (slot >= 0) & (slot < gl.where(tile < main_tiles, main_slots, extra_slots))
+
+
+@gluon.jit
+def load_rows(pages, slot, present, is_main, bytes_smem, ROW: gl.constexpr):
+    """Start copying the fp8 bytes of `slot` [64] to bytes_smem; returns its rope dwords [64, 32] and scale words [64].
+
+    Absent keys become 0 and are not read.
+    """
     data_ptr, main_stride, main_shift, pages_delta, extra_stride, extra_shift = pages
-    present = slot >= 0
     shift = gl.where(is_main, main_shift, extra_shift)
     stride = gl.where(is_main, main_stride, extra_stride)
     block = (slot >> shift).to(gl.int64)
@@ -92,85 +105,92 @@ def load_rows(pages, slot, is_main):
     word = gl.load(words_ptr + (page * 2 + (72 << shift) + within), mask=present, other=0)
     column = gl.arange(0, 16, gl.SliceLayout(0, ROW))[None, :]
     wanted = present[:, None]
-    raw = ()
     for g in gl.static_range(7):
-        raw = raw + (gl.load(dwords_ptr + row[:, None] + (column + g * 16), mask=wanted, other=0),)
+        from_ptr = dwords_ptr + row[:, None] + (column + g * 16)
+        async_copy.async_copy_global_to_shared(bytes_smem.index(g), from_ptr, mask=wanted)
+    async_copy.commit_group()
     wide = gl.arange(0, 32, gl.SliceLayout(0, ROW))[None, :]
-    return raw + (gl.load(dwords_ptr + row[:, None] + (wide + 112), mask=wanted, other=0), word)
+    return gl.load(dwords_ptr + row[:, None] + (wide + 112), mask=wanted, other=0), word
 
 
 @gluon.jit
-def store_tile(raw, tile_smem, SCRUB: gl.constexpr):
-    """Write a raw tile to shared memory [8, 64, 32] as pairs of 16-bit numbers, scaled; bf16 without NaN if SCRUB."""
-    word = raw[8]
+def store_tile(bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.constexpr):
+    """Write a tile to shared memory [8, 64, 32] as pairs of 16-bit numbers, scaled; bf16 without NaN if SCRUB."""
     for g in gl.static_range(7):
+        raw = bytes_smem.index(g).load(ROW)
         byte = (word >> (8 * g)).to(gl.int32)
         if SCRUB:
             bits = (byte & 0xFF) << 23
             scale = gl.where(bits == 0, 0x00400000, gl.where(bits == 0x7F800000, 0x7FC00000, bits))
             scale = scale.to(gl.float32, bitcast=True)
             low, high = gl.inline_asm_elementwise(
-                _FP8_TO_BF16, "=r,=r,r,r", [raw[g], scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+                _FP8_TO_BF16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
         else:
             scale = gl.inline_asm_elementwise(_SCALE_PAIR, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
             low, high = gl.inline_asm_elementwise(
-                _FP8_TO_FP16, "=r,=r,r,r", [raw[g], scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+                _FP8_TO_FP16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
         pairs = gl.reshape(gl.join(low, high), (KEYS, 32))
         tile_smem.index(g).store(pairs)
     convert: gl.constexpr = _BF16_SCRUB if SCRUB else _BF16_TO_FP16
-    rope = gl.inline_asm_elementwise(convert, "=r,r", [raw[7]], dtype=gl.int32, is_pure=True, pack=1)
-    tile_smem.index(7).store(rope)
+    pairs = gl.inline_asm_elementwise(convert, "=r,r", [rope], dtype=gl.int32, is_pure=True, pack=1)
+    tile_smem.index(7).store(pairs)
 
 
 @gluon.jit
 def attend(
-    q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2, q_smem, tile_smem, weight_smem,
-    SCRUB: gl.constexpr, HEADS: gl.constexpr,
+    q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
+    q_smem, bytes_smem, tile_smem, weight_smem, SCRUB: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax, base 2, over tiles [begin, end): maximum [HEADS], sum [HEADS], values 8 x [64 channels, HEADS]."""
+    """Online softmax, base 2, over tiles [begin, end): maximum [HEADS], sum [HEADS], values, a tuple of [M, HEADS].
+
+    M = 16 * WARPS channels are one product. With two warpgroups, each takes half the heads of the scores.
+    """
     DTYPE: gl.constexpr = gl.bfloat16 if SCRUB else gl.float16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
-    BY_HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
-    LOAD_Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])  # 16 bytes a thread
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, HEADS * 4 // WARPS, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEADS, 16])
+    PARTS: gl.constexpr = 32 // WARPS
+    LOAD_Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, LOAD_Q))
     channel = gl.arange(0, 64, gl.SliceLayout(0, LOAD_Q))
     q_tile_ptr = q_row_ptr + head.to(gl.int64)[:, None] * stride_head + channel[None, :]
     for g in gl.static_range(8):
         q = gl.load(q_tile_ptr + g * 64, mask=(head < heads_left)[:, None], other=0.0)
         view(q_smem.index(g), DTYPE, HEADS, 64).store(q.to(DTYPE))
-    top = gl.full((HEADS,), float("-inf"), gl.float32, BY_HEAD)
-    total = gl.zeros((KEYS, HEADS), gl.float32, MMA)
+    top = gl.full((HEADS,), float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
+    total = gl.zeros((KEYS, HEADS), gl.float32, SCORES)
     acc = ()
-    for _ in gl.static_range(8):
-        acc = acc + (gl.zeros((64, HEADS), gl.float32, MMA),)
+    for _ in gl.static_range(PARTS):
+        acc = acc + (gl.zeros((16 * WARPS, HEADS), gl.float32, VALUES),)
     by_row: gl.constexpr = gl.SliceLayout(1, ROW)
-    by_key: gl.constexpr = gl.SliceLayout(1, MMA)
-    raw = load_rows(pages, load_slots(lists, begin, by_row), begin < main_tiles)
+    by_key: gl.constexpr = gl.SliceLayout(1, SCORES)
+    slot = load_slots(lists, begin, by_row)
+    present = within_cache(lists, slot, begin) & (begin < end)
+    rope, word = load_rows(pages, slot, present, begin < main_tiles, bytes_smem, ROW)
     slot = load_slots(lists, begin + 1, by_row)
     shown = load_slots(lists, begin, by_key)
     for tile in range(begin, end):
-        store_tile(raw, tile_smem, SCRUB)
-        present = shown >= 0
+        async_copy.wait_group(0)
+        barrier()
+        store_tile(bytes_smem, rope, word, tile_smem, ROW, SCRUB)
+        seen = within_cache(lists, shown, tile)
         fence_async_shared()
         barrier()
-        # Behind the barrier: ahead of it two raw tiles would be alive at once, and spill.
-        raw = load_rows(pages, gl.where(tile + 1 < end, slot, -1), tile + 1 < main_tiles)
+        # Behind the barrier: all threads have taken the bytes of this tile.
+        present = within_cache(lists, slot, tile + 1) & (tile + 1 < end)
+        rope, word = load_rows(pages, slot, present, tile + 1 < main_tiles, bytes_smem, ROW)
         slot = load_slots(lists, tile + 2, by_row)
         shown = load_slots(lists, tile + 1, by_key)
-        zero = gl.zeros((KEYS, HEADS), gl.float32, MMA)
-        scores = warpgroup_mma(
-            view(tile_smem.index(0), DTYPE, KEYS, 64),
-            view(q_smem.index(0), DTYPE, HEADS, 64).permute((1, 0)), zero, use_acc=False, is_async=True,
-        )  # fmt: skip
-        for g in gl.static_range(1, 8):
+        scores = gl.zeros((KEYS, HEADS), gl.float32, SCORES)
+        for g in gl.static_range(8):
             scores = warpgroup_mma(
-                view(tile_smem.index(g), DTYPE, KEYS, 64),
-                view(q_smem.index(g), DTYPE, HEADS, 64).permute((1, 0)), scores, is_async=True,
+                view(tile_smem.index(g), DTYPE, KEYS, 64), view(q_smem.index(g), DTYPE, HEADS, 64).permute((1, 0)),
+                scores, use_acc=g > 0, is_async=True,
             )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=[scores])
-        scores = gl.where(present[:, None], scores * scale_log2, float("-inf"))
+        scores = gl.where(seen[:, None], scores * scale_log2, float("-inf"))
         new_top = gl.maximum(top, gl.max(scores, 0))
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
         weight = gl.exp2(scores - base[None, :])
@@ -179,15 +199,31 @@ def attend(
         top = new_top
         weights = view(weight_smem, DTYPE, HEADS, KEYS)
         weights.store(gl.permute(weight.to(DTYPE), (1, 0)))
+        fade = gl.convert_layout(fade, gl.SliceLayout(0, VALUES))
         fence_async_shared()
         barrier()
         products = ()
-        for g in gl.static_range(8):
-            values = view(tile_smem.index(g), DTYPE, KEYS, 64).permute((1, 0))
-            faded = acc[g] * fade[None, :]
+        for part in gl.static_range(PARTS):
+            values = channels_of(tile_smem, part, DTYPE, WARPS)
+            faded = acc[part] * fade[None, :]
             products = products + (warpgroup_mma(values, weights.permute((1, 0)), faded, is_async=True),)
         acc = warpgroup_mma_wait(0, deps=products)
-    return top, gl.sum(total, 0), acc
+    async_copy.wait_group(0)
+    by_head: gl.constexpr = gl.SliceLayout(0, VALUES)
+    return gl.convert_layout(top, by_head), gl.convert_layout(gl.sum(total, 0), by_head), acc
+
+
+@gluon.jit
+def channels_of(tile_smem, part: gl.constexpr, DTYPE: gl.constexpr, WARPS: gl.constexpr):
+    """Part `part` of the tile as [16 * WARPS channels, 64 keys]."""
+    if WARPS == 4:
+        return view(tile_smem.index(part), DTYPE, KEYS, 64).permute((1, 0))
+    else:
+        if _REINTERPRETS:
+            pairs = tile_smem.reinterpret(DTYPE, [4, KEYS, 128], PANEL16)
+        else:
+            pairs = tile_smem._reinterpret(DTYPE, [4, KEYS, 128], PANEL16)
+        return pairs.index(part).permute((1, 0))
 
 
 @gluon.jit(do_not_specialize=("main_shift", "extra_shift", "main_slots", "extra_slots", "num_heads", "num_splits"))
@@ -224,6 +260,7 @@ def sparse_decode_hopper_kernel(
     ROTATE: gl.constexpr,
     FINISH: gl.constexpr,
     HEADS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """As sparse_decode_partial_kernel. Page strides and pages_delta (extra - main pages) count 16 bytes."""
     head_blocks = gl.cdiv(num_heads, HEADS)
@@ -246,8 +283,10 @@ def sparse_decode_hopper_kernel(
     end = gl.minimum(begin + share, tiles)
     row = query * num_splits + split
     heads_left = num_heads - first_head
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
-    BY_HEAD: gl.constexpr = gl.SliceLayout(0, MMA)
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEADS, 16])
+    BY_HEAD: gl.constexpr = gl.SliceLayout(0, VALUES)
+    PARTS: gl.constexpr = 32 // WARPS
+    CHANNELS: gl.constexpr = 16 * WARPS
     lane = gl.arange(0, HEADS, BY_HEAD)
     head_at = row * num_heads + first_head + lane
     if (not FINISH) and (begin >= tiles):
@@ -258,25 +297,26 @@ def sparse_decode_hopper_kernel(
         )  # fmt: skip
         pages = (data_ptr, main_stride, main_shift, pages_delta, extra_stride, extra_shift)
         q_smem = gl.allocate_shared_memory(gl.float16, [8, HEADS, 64], PANEL16)
+        bytes_smem = gl.allocate_shared_memory(gl.int32, [7, KEYS, 16], BYTES)
         tile_smem = gl.allocate_shared_memory(gl.int32, [8, KEYS, 32], PANEL32)
         weight_smem = gl.allocate_shared_memory(gl.float16, [HEADS, KEYS], PANEL16)
         q_row_ptr = q_ptr + query * stride_q + first_head * stride_head
         top, total, acc = attend(
             q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
-            q_smem, tile_smem, weight_smem, False, HEADS,
+            q_smem, bytes_smem, tile_smem, weight_smem, False, HEADS, WARPS,
         )  # fmt: skip
         size = gl.abs(acc[0])
-        for g in gl.static_range(1, 8):
+        for g in gl.static_range(1, PARTS):
             size += gl.abs(acc[g])
         bad = gl.max(gl.max((size < float("inf")).to(gl.int32) ^ 1, 1), 0)
         if bad != 0:
             top, total, acc = attend(
                 q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
-                q_smem, tile_smem, weight_smem, True, HEADS,
+                q_smem, bytes_smem, tile_smem, weight_smem, True, HEADS, WARPS,
             )  # fmt: skip
-        OUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+        OUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
         out_head = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))
-        channel = gl.arange(0, 64, gl.SliceLayout(0, OUT))
+        channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, OUT))
         wanted = (out_head < heads_left)[:, None]
         if FINISH:
             fade = gl.full((HEADS,), 1.0, gl.float32, BY_HEAD)
@@ -289,27 +329,27 @@ def sparse_decode_hopper_kernel(
                 total = total * fade + gl.exp2(sink - base)
             factor = gl.where(total > 0.0, fade / gl.maximum(total, 1e-30), 0.0)
             line = query * stride_out + (first_head + out_head).to(gl.int64) * stride_out_head
-            for g in gl.static_range(8):
+            for g in gl.static_range(PARTS):
                 value = gl.convert_layout(gl.permute(acc[g] * factor[None, :], (1, 0)), OUT)
-                if ROTATE and g == 7:
-                    value = rotate_back(value, cos_sin_ptr, gl.load(positions_ptr + query), HEADS, OUT)
-                to_ptr = out_ptr + line[:, None] + (channel + g * 64)[None, :]
+                if ROTATE and g == PARTS - 1:
+                    value = rotate_back(value, cos_sin_ptr, gl.load(positions_ptr + query), HEADS, CHANNELS, OUT)
+                to_ptr = out_ptr + line[:, None] + (channel + g * CHANNELS)[None, :]
                 gl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=wanted)
         else:
             gl.store(top_ptr + head_at, top, mask=lane < heads_left)
             gl.store(total_ptr + head_at, total, mask=lane < heads_left)
             line = (row * num_heads + first_head + out_head) * 512
-            for g in gl.static_range(8):
+            for g in gl.static_range(PARTS):
                 value = gl.convert_layout(gl.permute(acc[g], (1, 0)), OUT)
-                gl.store(acc_ptr + line[:, None] + (channel + g * 64)[None, :], value, mask=wanted)
+                gl.store(acc_ptr + line[:, None] + (channel + g * CHANNELS)[None, :], value, mask=wanted)
 
 
 @gluon.jit
-def rotate_back(value, cos_sin_ptr, position, HEADS: gl.constexpr, OUT: gl.constexpr):
-    """Undo the rotation of [HEADS, 64] by one position: pairs (2i, 2i + 1), fp32 table (spec 1.3, 4.10)."""
-    even, odd = gl.split(gl.reshape(value, (HEADS, 32, 2)))
-    pair = gl.arange(0, 32, gl.SliceLayout(0, even.type.layout))
-    cos = gl.load(cos_sin_ptr + position * 64 + pair)[None, :]
-    sin = gl.load(cos_sin_ptr + position * 64 + 32 + pair)[None, :]
+def rotate_back(value, cos_sin_ptr, position, HEADS: gl.constexpr, CHANNELS: gl.constexpr, OUT: gl.constexpr):
+    """Undo the rotation of the last 64 of [HEADS, CHANNELS] by one position: pairs (2i, 2i + 1) (spec 1.3, 4.10)."""
+    even, odd = gl.split(gl.reshape(value, (HEADS, CHANNELS // 2, 2)))
+    pair = gl.arange(0, CHANNELS // 2, gl.SliceLayout(0, even.type.layout)) - (CHANNELS // 2 - 32)
+    cos = gl.load(cos_sin_ptr + position * 64 + pair, mask=pair >= 0, other=1.0)[None, :]
+    sin = gl.load(cos_sin_ptr + position * 64 + 32 + pair, mask=pair >= 0, other=0.0)[None, :]
     back = gl.join(even * cos + odd * sin, odd * cos - even * sin)
-    return gl.convert_layout(gl.reshape(back, (HEADS, 64)), OUT)
+    return gl.convert_layout(gl.reshape(back, (HEADS, CHANNELS)), OUT)

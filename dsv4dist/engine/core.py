@@ -1,0 +1,284 @@
+"""The serving loop: checks requests, plans steps, has the ranks run them, and turns results into outputs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dsv4dist.cache.blocks import BlockManager
+from dsv4dist.cache.groups import cache_groups
+from dsv4dist.cache.prefix_cache import PrefixCache
+from dsv4dist.config.resolve import RunConfig
+from dsv4dist.engine.request import Request, RequestOutput, SamplingParams, ScoreOutput
+from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
+from dsv4dist.engine.step_plan import build_step_plan
+from dsv4dist.engine.tokenizer import Tokenizer, encode_prompt
+from dsv4dist.errors import RequestError, WorkerError
+from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
+from dsv4dist.workers.packet import RowKind, StepPlan
+
+Prompt = str | Sequence[int]
+
+
+class EngineCore:
+    """The serving loop over an executor: what there is of an engine once its ranks can be started."""
+
+    def __init__(self, config: RunConfig, executor: Executor, tokenizer: Tokenizer | None, seed: int = 0) -> None:
+        """Start the ranks; they are ended again if that fails.  Raises: ConfigError, PlacementError, WorkerError."""
+        self.config, self.tokenizer, self._executor = config, tokenizer, executor
+        self._default_seeds = itertools.count(seed)
+        try:
+            self.report = executor.start()
+            self._scheduler = self._make_scheduler()
+        except BaseException:
+            executor.shutdown()
+            raise
+        self._step_ids = itertools.count()
+        self._finished: list[Request] = []
+        self._tokens_done = self._tokens_max = 0
+
+    def shutdown(self) -> None:
+        """End every rank; safe to call twice and from an exception handler."""
+        self._executor.shutdown()
+
+    def submit(self, prompt: Prompt, params: SamplingParams, request_id: str) -> None:
+        """Queue a request.  Raises: RequestError naming what is wrong with it; nothing is queued then."""
+        self._queue(self._generation_request(request_id, prompt, params))
+
+    def abort(self, request_id: str) -> bool:
+        """End the unfinished requests with this id, between two steps; False if there is none. Tokens so far stay."""
+        found = [request for request in self._scheduler.unfinished if request.id == request_id]
+        for request in found:
+            self._scheduler.abort(request)
+            self._account_finished(request)
+        return bool(found)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, if anything is left to do; returns the requests that ended, aborted ones included.
+
+        Raises: WorkerError when the ranks are lost; every unfinished request has ended with "error" then, and comes
+        from the next call.
+        """
+        if self._scheduler.has_unfinished:
+            try:
+                self._step()
+            except WorkerError as error:
+                self._fail_unfinished(str(error))
+                raise
+        return [self._output(request) for request in self._take_finished()]
+
+    def stream_all(self) -> Iterator[RequestOutput]:
+        """Serve everything that was submitted; yields each request when it has ended.
+
+        Raises: WorkerError when the ranks are lost, after an "error" output for each unfinished request.
+        """
+        while self._scheduler.has_unfinished or self._finished:
+            try:
+                yield from self.step()
+            except WorkerError:
+                yield from self.step()
+                raise
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """Serve `prompts`; yields a request's state after every step that gave it tokens, the finished state last.
+
+        Raises: RequestError, before any of them is queued; WorkerError.
+        """
+        requests = self._submit_many(prompts, params)
+        seen = dict.fromkeys(requests, 0)
+        while any(request.finish_reason is None for request in requests):
+            self.step()
+            for request in requests:
+                if len(request.output_token_ids) > seen[request]:
+                    seen[request] = len(request.output_token_ids)
+                    yield self._output(request)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Serve `prompts` to the end; outputs in their order.  Raises: RequestError, WorkerError."""
+        requests = self._submit_many(prompts, params or SamplingParams())
+        for _ in self.stream_all():
+            pass
+        return [self._output(request) for request in requests]
+
+    def score(
+        self,
+        sequences: Sequence[Prompt],
+        return_logits: bool = False,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[ScoreOutput]:
+        """Log-probability of every token of `sequences`, and on demand the logits of every position.
+
+        Raises: RequestError before anything runs; WorkerError.
+        """
+        ids = list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))]
+        kind = RowKind.SCORE_LOGITS if return_logits else RowKind.SCORE
+        requests = []
+        for request_id, sequence in zip(ids, sequences, strict=True):
+            tokens = self._prompt_ids(sequence)
+            if len(tokens) > self.config.max_model_len:
+                raise RequestError(
+                    f"the sequence has {len(tokens)} tokens; max_model_len is {self.config.max_model_len}"
+                )
+            requests.append(self._request(request_id, tokens, SamplingParams(), len(tokens), kind))
+        for request in requests:
+            self._queue(request)
+        for _ in self.stream_all():
+            pass
+        return [_score_output(request, return_logits) for request in requests]
+
+    def progress(self) -> tuple[int, int]:
+        """Tokens computed, and tokens that everything submitted so far needs at most."""
+        return self._tokens_done, self._tokens_max
+
+    def _step(self) -> None:
+        """Plan one step, have it run, and account for what came back."""
+        chosen = self._scheduler.plan()
+        assert chosen, "an unfinished request is waiting, yet nothing can run"
+        plan = build_step_plan(chosen, self._executor.generation, next(self._step_ids))
+        result = self._executor.execute(plan.pack())
+        kept = self._accept(chosen, plan, result)
+        self._scheduler.advance(chosen, kept)
+        for request in (one.request for one in chosen):
+            self._tokens_done += max(0, request.num_computed - request.num_counted)
+            request.num_counted = max(request.num_counted, request.num_computed)
+            if request.finish_reason is not None:
+                self._account_finished(request)
+
+    def _accept(self, chosen: Sequence[ScheduledRequest], plan: StepPlan, result: StepResult) -> list[int]:
+        """Give every request its new tokens, drafts and scores; returns how many of its tokens stay computed."""
+        k = self.config.speculative_tokens
+        tokens = iter(result.token_ids.reshape(-1, 1 + 2 * k).tolist())
+        logprobs, logits, kept = result.logprobs, result.logits, []
+        now = time.monotonic()
+        for (request, num_tokens), row_kind in zip(chosen, plan.sections["row_kind"].tolist(), strict=True):
+            kept.append(num_tokens)
+            if row_kind == RowKind.SAMPLE:
+                words = next(tokens)
+                new = [token for token in words[: 1 + k] if token != NO_TOKEN]
+                self._append_tokens(request, new, words[1 + k :], now)
+                # What was chosen last is not computed yet, and neither are drafts that it replaces.
+                kept[-1] = min(num_tokens, request.num_tokens - 1 - request.num_computed)
+            elif row_kind >= RowKind.SCORE:
+                request.logprobs += logprobs[:num_tokens].tolist()
+                logprobs = logprobs[num_tokens:]
+                if row_kind == RowKind.SCORE_LOGITS:
+                    request.logits.append(logits[:num_tokens])
+                    logits = logits[num_tokens:]
+                if request.num_prompt_left == num_tokens:
+                    request.finish("length")
+        return kept
+
+    def _append_tokens(self, request: Request, new: list[int], drafts: list[int], now: float) -> None:
+        """Append tokens up to the request's end, those behind it are dropped; keep the drafts of the next ones."""
+        if request.token_times_s is None:
+            request.token_times_s = []
+        for token in new:
+            request.output_token_ids.append(token)
+            request.token_times_s.append(now)
+            if token in self.config.model.eos_token_ids and not request.params.ignore_eos:
+                request.finish("stop")
+                return
+            if request.num_tokens >= request.max_total_tokens:
+                request.finish("length")
+                return
+        request.draft_token_ids = drafts
+
+    def _account_finished(self, request: Request) -> None:
+        self._tokens_max -= request.max_total_tokens - request.num_tokens
+        self._finished.append(request)
+
+    def _fail_unfinished(self, message: str) -> None:
+        for request in self._scheduler.unfinished:
+            request.finish("error", message)
+            self._account_finished(request)
+        self._scheduler = self._make_scheduler()
+
+    def _take_finished(self) -> list[Request]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _output(self, request: Request) -> RequestOutput:
+        text = self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else None
+        return RequestOutput(
+            id=request.id,
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=list(request.output_token_ids),
+            text=text,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            metrics=request.metrics(),
+        )
+
+    def _submit_many(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        """Queue all prompts or, if one of them is refused, none."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
+        requests = [
+            self._generation_request(str(index), prompt, one)
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        ]
+        for request in requests:
+            self._queue(request)
+        return requests
+
+    def _generation_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        params.check()
+        prompt_ids = self._prompt_ids(prompt)
+        limit = self.config.max_model_len
+        if len(prompt_ids) >= limit:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens; with max_model_len = {limit} it may have {limit - 1}"
+            )
+        total = min(len(prompt_ids) + params.max_tokens, limit)
+        return self._request(request_id, prompt_ids, params, total, RowKind.SAMPLE)
+
+    def _request(
+        self, request_id: str, tokens: list[int], params: SamplingParams, max_total_tokens: int, kind: RowKind
+    ) -> Request:
+        capacity = self._scheduler.blocks.max_tokens()
+        if capacity is not None and max_total_tokens > capacity:
+            raise RequestError(
+                f"prompt and output need {max_total_tokens} tokens of cache; {capacity} fit: lower max_tokens or give "
+                "more memory (--kv-cache-memory-bytes)"
+            )
+        seed = params.seed if params.seed is not None else next(self._default_seeds)
+        return Request(request_id, tokens, params, seed, max_total_tokens, kind)
+
+    def _queue(self, request: Request) -> None:
+        self._tokens_max += request.max_total_tokens
+        self._scheduler.add(request)
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = encode_prompt(self.tokenizer, prompt, self.config.directory)
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token")
+        vocab = self.config.model.vocab_size
+        bad = next((token for token in tokens if not 0 <= token < vocab), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is out of range; the vocabulary has ids 0 to {vocab - 1}")
+        return tokens
+
+    def _make_scheduler(self) -> Scheduler:
+        config = self.config
+        groups = cache_groups(config.model, config.kv_cache_dtype, config.num_draft_layers)
+        blocks = BlockManager(groups, self.report.num_cache_blocks)
+        prefix_cache = PrefixCache(blocks) if config.enable_prefix_caching else None
+        return Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
+
+
+def _score_output(request: Request, with_logits: bool) -> ScoreOutput:
+    logits = np.concatenate(request.logits) if with_logits else None
+    return ScoreOutput(request.id, request.prompt_token_ids, [None, *request.logprobs[:-1]], logits)

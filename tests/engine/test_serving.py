@@ -1,0 +1,234 @@
+"""The scheduler, block manager and prefix cache on a simulated model: any load gives what each request gives alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4dist.engine.core import EngineCore
+from dsv4dist.engine.request import Request, SamplingParams
+from dsv4dist.errors import RequestError
+from tests.cache.test_blocks import check_ownership
+from tests.support.simulation import VOCAB, alone, simulated_engine
+
+
+def check_invariants(engine: EngineCore) -> None:
+    scheduler = engine._scheduler
+    check_ownership(scheduler.blocks, [request.tables for request in scheduler.running])
+    assert len(scheduler.running) <= engine.config.max_num_seqs
+
+
+def prompt_of(rng: random.Random, length: int, stems: list[list[int]]) -> list[int]:
+    stem = rng.choice(stems)[: rng.randint(0, length)] if stems and rng.random() < 0.7 else []
+    return stem + [rng.randrange(VOCAB) for _ in range(length - len(stem))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.sampled_from([1, 3, 64, 130, 300, 1000]),
+    blocks=st.integers(3, 12),
+    retained=st.integers(0, 4),
+    prefix_caching=st.booleans(),
+    drafts=st.sampled_from([0, 0, 1, 3, 11]),
+)
+def test_any_load_gives_what_each_request_gives_alone(
+    seed: int, max_num_seqs: int, budget: int, blocks: int, retained: int, prefix_caching: bool, drafts: int
+) -> None:
+    rng = random.Random(seed)
+    engine = simulated_engine(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        compressed_blocks=blocks,
+        retained_points=retained,
+        prefix_caching=prefix_caching,
+        speculative_tokens=drafts,
+        max_model_len=700,
+    )
+    stems = [[rng.randrange(VOCAB) for _ in range(600)] for _ in range(2)]
+    expected: dict[str, list[int]] = {}
+    outputs: dict[str, Any] = {}
+    aborted: set[str] = set()
+    length_limit = 40 if budget < 64 else 600
+    for turn in range(400):
+        for _ in range(rng.choice([0, 0, 1, 3]) if turn < 25 else 0):
+            prompt = prompt_of(rng, rng.randint(1, length_limit), stems)
+            params = SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=rng.random() < 0.7)
+            request_id = str(len(expected))
+            expected[request_id] = alone(prompt, min(params.max_tokens, 700 - len(prompt)), params.ignore_eos)
+            engine.submit(prompt, params, request_id)
+        if expected and rng.random() < 0.05:
+            victim = rng.choice(list(expected))
+            if engine.abort(victim):
+                aborted.add(victim)
+        before = engine._executor.rows  # type: ignore[attr-defined]
+        for output in engine.step():
+            outputs[output.id] = output
+        assert engine._executor.rows - before <= budget  # type: ignore[attr-defined]
+        check_invariants(engine)
+    for output in engine.stream_all():
+        outputs[output.id] = output
+    assert outputs.keys() == expected.keys()
+    for request_id, output in outputs.items():
+        whole = expected[request_id]
+        if request_id in aborted:
+            assert output.finish_reason == "abort"
+            assert output.token_ids == whole[: len(output.token_ids)]
+        else:
+            assert output.token_ids == whole
+            assert output.finish_reason in ("stop", "length")
+    check_invariants(engine)
+    assert not engine._scheduler.running
+    done, total = engine.progress()
+    assert done <= total
+
+
+def test_ten_thousand_short_requests() -> None:
+    rng = random.Random(0)
+    engine = simulated_engine(max_num_seqs=64, max_num_batched_tokens=512, compressed_blocks=80, max_model_len=256)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(10_000)]
+    for index, prompt in enumerate(prompts):
+        engine.submit(prompt, SamplingParams(max_tokens=1 + index % 4, ignore_eos=True), str(index))
+    seen = {output.id: output.token_ids for output in engine.stream_all()}
+    assert len(seen) == 10_000
+    for index in range(0, 10_000, 97):
+        assert seen[str(index)] == alone(prompts[index], 1 + index % 4, ignore_eos=True)
+    check_invariants(engine)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_what_fits() -> None:
+    engine = simulated_engine(compressed_blocks=2)
+    with pytest.raises(RequestError, match=r"need 600 tokens of cache; 512 fit"):
+        engine.submit([0] * 590, SamplingParams(max_tokens=10), "a")
+    engine.submit([0] * 500, SamplingParams(max_tokens=12), "b")
+    assert [output.id for output in engine.stream_all()] == ["b"]
+
+
+def test_the_youngest_is_preempted_and_ends_the_same() -> None:
+    engine = simulated_engine(compressed_blocks=4, max_num_batched_tokens=1024, prefix_caching=False)
+    prompts = [[i] * 250 for i in range(4)]
+    outputs = engine.generate(prompts, SamplingParams(max_tokens=300, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == [alone(prompt, 300, True) for prompt in prompts]
+    preempted = [output.metrics["preemptions"] for output in outputs]
+    assert preempted[0] == 0
+    assert sum(preempted) > 0
+
+
+def test_queued_requests_are_small() -> None:
+    request = Request("id", [1, 2, 3], SamplingParams(), 0, 10)
+    assert not hasattr(request, "__dict__")
+    assert not request.tables
+    assert request.digests is None
+
+
+@pytest.mark.parametrize("budget", [300, 16384, 100])
+def test_no_slivers(budget: int) -> None:
+    """A chunk under the alignment ends a prompt, or nothing else could run."""
+    rng = random.Random(1)
+    engine = simulated_engine(max_num_batched_tokens=budget, max_model_len=8192, max_num_seqs=16)
+    for index in range(40):
+        engine.submit([rng.randrange(VOCAB)] * rng.randint(1, 5000), SamplingParams(max_tokens=4), str(index))
+    while engine._scheduler.has_unfinished:
+        plan, chosen = engine._scheduler.plan, []
+
+        def spy() -> list[Any]:
+            chosen.extend(plan())  # noqa: B023
+            return list(chosen)  # noqa: B023
+
+        engine._scheduler.plan = spy  # type: ignore[method-assign]
+        engine.step()
+        engine._scheduler.plan = plan  # type: ignore[method-assign]
+        cut = [one for one in chosen if one.request.num_prompt_left and not one.request.output_token_ids]
+        small = [one for one in cut if one.num_tokens < 128]
+        assert len(small) <= 1
+        assert not small or cut[0] is small[0]
+
+
+class TestPrefixReuse:
+    def run(self, engine: EngineCore, prompt: list[int], max_tokens: int = 9) -> int:
+        (output,) = engine.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        assert output.token_ids == alone(prompt, max_tokens, True)
+        return int(output.metrics["cached_tokens"])
+
+    def test_a_prompt_again_and_one_that_shares_most_of_it(self) -> None:
+        rng = random.Random(2)
+        engine = simulated_engine()
+        prompt = [rng.randrange(VOCAB) for _ in range(700)]
+        assert self.run(engine, prompt) == 0
+        assert self.run(engine, prompt) == 512
+        assert self.run(engine, prompt[:640] + [3] * 60) == 512
+        stats = engine._scheduler.prefix_cache.stats  # type: ignore[union-attr]
+        assert (stats.hits, stats.reused_tokens) == (2, 1024)
+
+    def test_after_an_eviction_it_is_computed_again(self) -> None:
+        rng = random.Random(3)
+        engine = simulated_engine(compressed_blocks=4, max_model_len=1024)
+        prompt = [rng.randrange(VOCAB) for _ in range(700)]
+        self.run(engine, prompt)
+        self.run(engine, [rng.randrange(VOCAB) for _ in range(900)])
+        assert self.run(engine, prompt) < 512
+        assert engine._scheduler.prefix_cache.evictions > 0  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("shared", [127, 128, 129, 256, 257, 258, 259, 383, 384, 512, 513])
+    def test_every_boundary(self, shared: int) -> None:
+        rng = random.Random(shared)
+        engine = simulated_engine()
+        stem = [rng.randrange(VOCAB) for _ in range(shared)]
+        self.run(engine, stem + [1] * 9)
+        assert self.run(engine, stem + [2] * 9) == shared // 256 * 256
+
+    def test_two_thousand_tokens_reuse_most_of_what_they_share(self) -> None:
+        rng = random.Random(4)
+        engine = simulated_engine(max_model_len=4096)
+        stem = [rng.randrange(VOCAB) for _ in range(1900)]
+        self.run(engine, stem + [rng.randrange(VOCAB) for _ in range(148)])
+        assert self.run(engine, stem + [rng.randrange(VOCAB) for _ in range(148)]) >= 1792
+
+    def test_generated_tokens_are_reused_too(self) -> None:
+        engine = simulated_engine()
+        prompt = [5] * 200
+        (output,) = engine.generate([prompt], SamplingParams(max_tokens=120, ignore_eos=True))
+        assert self.run(engine, prompt + output.token_ids + [7]) == 256
+
+    def test_a_whole_prompt_in_the_cache_still_computes_one_token(self) -> None:
+        engine = simulated_engine()
+        self.run(engine, [6] * 512)
+        assert self.run(engine, [6] * 512) == 256
+
+    def test_requests_at_the_same_time_share_blocks(self) -> None:
+        engine = simulated_engine(compressed_blocks=12)
+        stem = list(range(VOCAB)) * 12
+        self.run(engine, stem)
+        prompts = [stem + [i] for i in range(6)]
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))
+        assert all(output.metrics["cached_tokens"] == 512 for output in outputs)
+        assert [output.token_ids for output in outputs] == [alone(prompt, 5, True) for prompt in prompts]
+
+    def test_switched_off(self) -> None:
+        engine = simulated_engine(prefix_caching=False)
+        assert self.run(engine, [1] * 600) == 0
+        assert self.run(engine, [1] * 600) == 0
+
+
+def test_streaming_yields_every_token_once() -> None:
+    engine = simulated_engine(speculative_tokens=3)
+    lengths: dict[str, list[int]] = {"0": [], "1": []}
+    for output in engine.stream([[1, 2], [3] * 300], SamplingParams(max_tokens=20, ignore_eos=True)):
+        lengths[output.id].append(len(output.token_ids))
+        if output.finish_reason:
+            assert output.token_ids == alone([1, 2] if output.id == "0" else [3] * 300, 20, True)
+    assert all(one == sorted(set(one)) and one[-1] == 20 for one in lengths.values())
+
+
+def test_right_drafts_save_steps() -> None:
+    steps = {}
+    for luck in (0.0, 1.0):
+        engine = simulated_engine(speculative_tokens=3, draft_luck=luck)
+        engine.generate([[4] * 10], SamplingParams(max_tokens=40, ignore_eos=True))
+        steps[luck] = engine._executor.steps  # type: ignore[attr-defined]
+    assert steps[1.0] <= steps[0.0] / 3
