@@ -39,6 +39,7 @@ class EngineCore:
         self._step_ids = itertools.count()
         self._finished: list[Request] = []
         self._tokens_done = self._tokens_max = 0
+        self._drafts_proposed = self._drafts_accepted = 0
 
     def shutdown(self) -> None:
         """End every rank; safe to call twice and from an exception handler."""
@@ -137,6 +138,10 @@ class EngineCore:
         """Tokens computed, and tokens that everything submitted so far needs at most."""
         return self._tokens_done, self._tokens_max
 
+    def acceptance(self) -> tuple[int, int]:
+        """Draft tokens that turned out right, and all that were verified."""
+        return self._drafts_accepted, self._drafts_proposed
+
     def _step(self) -> None:
         """Plan one step, have it run, and account for what came back."""
         chosen = self._scheduler.plan()
@@ -162,6 +167,8 @@ class EngineCore:
             if row_kind == RowKind.SAMPLE:
                 words = next(tokens)
                 new = [token for token in words[: 1 + k] if token != NO_TOKEN]
+                self._drafts_proposed += max(0, request.num_computed + num_tokens - request.num_tokens)
+                self._drafts_accepted += len(new) - 1
                 self._append_tokens(request, new, words[1 + k :], now)
                 # What was chosen last is not computed yet, and neither are drafts that it replaces.
                 kept[-1] = min(num_tokens, request.num_tokens - 1 - request.num_computed)

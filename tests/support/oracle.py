@@ -254,10 +254,9 @@ def moe_layer(x: Array, token_ids: list[int], params: Params, config: ModelConfi
 
 
 def decoder_layer(
-    streams: Array, token_ids: list[int], layer: int, params: Params, config: ModelConfig, gaps: Gaps | None = None
+    streams: Array, token_ids: list[int], own: Params, kind: LayerKind, config: ModelConfig, gaps: Gaps | None = None
 ) -> Array:
     """streams [T, hc, Hd] -> [T, hc, Hd]: attention, then experts, each inside its own hyper-connection."""
-    own = below(params, f"layers.{layer}.")
     for block in ("attn", "ffn"):
         mixes = [
             hyper_weights(one, own[f"hc_{block}_fn"], own[f"hc_{block}_base"], own[f"hc_{block}_scale"], config)
@@ -266,7 +265,7 @@ def decoder_layer(
         x = np.stack([pre @ one for (pre, _, _), one in zip(mixes, streams, strict=True)])
         x = rms_norm(x, config.rms_norm_eps, own[f"{block}_norm.weight"])
         if block == "attn":
-            y = attention_layer(x, below(own, "attn."), config, config.layer_kinds[layer], gaps)
+            y = attention_layer(x, below(own, "attn."), config, kind, gaps)
         else:
             y = moe_layer(x, token_ids, below(own, "ffn."), config, gaps)
         streams = np.stack(
@@ -287,8 +286,27 @@ def head(streams: Array, params: Params, config: ModelConfig) -> Array:
 
 def model_logits(token_ids: list[int], params: Params, config: ModelConfig, gaps: Gaps | None = None) -> Array:
     """Logits [T, vocab] in float64 of one request. `gaps`, when given, is filled in."""
+    return head(model_streams(token_ids, params, config, gaps), params, config)
+
+
+def draft_logits(token_ids: list[int], next_token: int, params: Params, config: ModelConfig) -> Array:
+    """Logits [vocab] of `mtp.0` for the token after `next_token`, which follows `token_ids`."""
+    own, eps = below(params, "mtp.0."), config.rms_norm_eps
+    following = [*token_ids[1:], next_token]
+    streams = model_streams(token_ids, params, config)
+    inputs = []
+    for pos, token in enumerate(following):
+        ahead = own["e_proj.weight"] @ rms_norm(params["embed.weight"][token], eps, own["enorm.weight"])
+        inputs.append([ahead + own["h_proj.weight"] @ rms_norm(one, eps, own["hnorm.weight"]) for one in streams[pos]])
+    drafted = decoder_layer(np.array(inputs), following, own, LayerKind.SWA, config)
+    return head(drafted[-1:], own | {"head.weight": params["head.weight"]}, config)[0]
+
+
+def model_streams(token_ids: list[int], params: Params, config: ModelConfig, gaps: Gaps | None = None) -> Array:
+    """The streams [T, hc, Hd] behind the last layer."""
     rows = params["embed.weight"][np.asarray(token_ids)]
     streams = np.repeat(rows[:, None, :], config.hc_mult, axis=1)
     for layer in range(config.num_hidden_layers):
-        streams = decoder_layer(streams, token_ids, layer, params, config, gaps)
-    return head(streams, params, config)
+        own = below(params, f"layers.{layer}.")
+        streams = decoder_layer(streams, token_ids, own, config.layer_kinds[layer], config, gaps)
+    return streams

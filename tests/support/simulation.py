@@ -99,7 +99,9 @@ class SimulatedExecutor:
             header.generation, header.step_id, np.array(words, np.int32), empty, empty.reshape(0, VOCAB), 0
         )
 
-    def _advance(self, sections: dict[str, Int32Array], req: int, tokens: Int32Array, begin: int, end: int) -> Int32Array:
+    def _advance(
+        self, sections: dict[str, Int32Array], req: int, tokens: Int32Array, begin: int, end: int
+    ) -> Int32Array:
         """Write a request's rows to every group, check all that layers would read, and return its whole context."""
         for name in self.pages:
             self._page_view(sections, name, req, begin, end, tokens)
