@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from dsv4dist.cli import generate, info, make_checkpoint, score
+from dsv4dist.cli import bench, generate, info, make_checkpoint, plan, score
 from dsv4dist.cli.options import OptionError
 from dsv4dist.cli.output import complain
 from dsv4dist.cli.signals import Interrupted, signals_raise
@@ -32,6 +32,8 @@ app.command("generate", help=generate.__doc__)(generate.command)
 app.command("score", help=score.__doc__)(score.command)
 app.command("make-checkpoint", help=make_checkpoint.__doc__)(make_checkpoint.command)
 app.command("info", help=info.__doc__)(info.command)
+app.command("plan", help=plan.__doc__)(plan.command)
+app.add_typer(bench.app, name="bench")
 
 # Releases of typer differ in where they keep this class; the public BadParameter derives from it in all of them.
 _ClickException = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")

@@ -34,6 +34,7 @@ HELP: dict[str, str] = {
     "address": "Ray cluster: auto joins the one of RAY_ADDRESS or else starts a private one; local; HOST:PORT.",
     "seed": "Seed of requests that bring none; the i-th of them uses SEED + i.",
     "distributed_executor_backend": "ray: one actor per rank; local: one rank in this process.",
+    "trace": "Write where each step's time goes to this file, in Chrome's trace format.",
     "placement_timeout_s": "Seconds to wait for the cluster to place the ranks.",
     "step_timeout_s": "Seconds after which a step that has not ended counts as stuck.",
 }
@@ -71,6 +72,8 @@ def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
     flags = NAMES.get(name, ("--" + name.replace("_", "-"),))
     if name == "model":
         kind = str  # messages then show what was typed
+    if name == "trace":
+        kind = Path | None
     metavar = "|".join(CHOICES[name]) if name in CHOICES else "DIR" if name == "model" else None
     info = typer.Option(*flags, help=HELP[name], metavar=metavar)
     return inspect.Parameter(

@@ -50,6 +50,8 @@ class EngineConfig:
     """Seed of requests that bring none; the i-th such request of an engine uses seed + i."""
     distributed_executor_backend: str = "ray"
     """`ray`: one actor per rank. `local`: one rank inside the calling process."""
+    trace: str | Path | None = None
+    """Where to write what every step spent its time on, in Chrome's trace format."""
     poison_memory: bool = False
     """Fill caches and buffers with NaN and out-of-range values when they are allocated; a check that none is read."""
     placement_timeout_s: float = 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -12,10 +13,12 @@ from dsv4dist.cache.blocks import BlockManager
 from dsv4dist.cache.groups import cache_groups
 from dsv4dist.cache.prefix_cache import PrefixCache
 from dsv4dist.config.resolve import RunConfig
+from dsv4dist.engine.metrics import Metrics
 from dsv4dist.engine.request import Request, RequestOutput, SamplingParams, ScoreOutput
 from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4dist.engine.step_plan import build_step_plan
 from dsv4dist.engine.tokenizer import Tokenizer, encode_prompt
+from dsv4dist.engine.trace import StepTrace
 from dsv4dist.errors import RequestError, WorkerError
 from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
@@ -26,8 +29,16 @@ Prompt = str | Sequence[int]
 class EngineCore:
     """The serving loop over an executor: what there is of an engine once its ranks can be started."""
 
-    def __init__(self, config: RunConfig, executor: Executor, tokenizer: Tokenizer | None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        executor: Executor,
+        tokenizer: Tokenizer | None,
+        seed: int = 0,
+        trace: Path | None = None,
+    ) -> None:
         """Start the ranks; they are ended again if that fails.  Raises: ConfigError, PlacementError, WorkerError."""
+        self._trace = StepTrace(trace)
         self.config, self.tokenizer, self._executor = config, tokenizer, executor
         self._default_seeds = itertools.count(seed)
         try:
@@ -35,19 +46,35 @@ class EngineCore:
             self._scheduler = self._make_scheduler()
         except BaseException:
             executor.shutdown()
+            self._trace.close()
             raise
         self._step_ids = itertools.count()
         self._finished: list[Request] = []
         self._tokens_done = self._tokens_max = 0
         self._drafts_proposed = self._drafts_accepted = 0
+        self.metrics = Metrics()
 
     def shutdown(self) -> None:
-        """End every rank; safe to call twice and from an exception handler."""
-        self._executor.shutdown()
+        """End every rank, finish the trace; safe to call twice and from an exception handler."""
+        try:
+            self._executor.shutdown()
+        finally:
+            self._trace.close()
 
     def submit(self, prompt: Prompt, params: SamplingParams, request_id: str) -> None:
         """Queue a request.  Raises: RequestError naming what is wrong with it; nothing is queued then."""
-        self._queue(self._generation_request(request_id, prompt, params))
+        self.queue_request(prompt, params, request_id)
+
+    def queue_request(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Request:
+        """The same as `submit`; returns the request, whose state changes with every step."""
+        request = self._generation_request(request_id, prompt, params)
+        self._queue(request)
+        return request
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request runs or waits."""
+        return self._scheduler.has_unfinished
 
     def abort(self, request_id: str) -> bool:
         """End the unfinished requests with this id, between two steps; False if there is none. Tokens so far stay."""
@@ -69,7 +96,12 @@ class EngineCore:
             except WorkerError as error:
                 self._fail_unfinished(str(error))
                 raise
-        return [self._output(request) for request in self._take_finished()]
+        return self.take_finished()
+
+    def take_finished(self) -> list[RequestOutput]:
+        """The requests that ended since they were last asked for."""
+        finished, self._finished = self._finished, []
+        return [self.output_of(request) for request in finished]
 
     def stream_all(self) -> Iterator[RequestOutput]:
         """Serve everything that was submitted; yields each request when it has ended.
@@ -97,7 +129,7 @@ class EngineCore:
             for request in requests:
                 if len(request.output_token_ids) > seen[request]:
                     seen[request] = len(request.output_token_ids)
-                    yield self._output(request)
+                    yield self.output_of(request)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -106,7 +138,7 @@ class EngineCore:
         requests = self._submit_many(prompts, params or SamplingParams())
         for _ in self.stream_all():
             pass
-        return [self._output(request) for request in requests]
+        return [self.output_of(request) for request in requests]
 
     def score(
         self,
@@ -144,12 +176,25 @@ class EngineCore:
 
     def _step(self) -> None:
         """Plan one step, have it run, and account for what came back."""
-        chosen = self._scheduler.plan()
+        started, step_id = time.monotonic(), next(self._step_ids)
+        with self._trace.span("plan", step=step_id):
+            chosen = self._scheduler.plan()
         assert chosen, "an unfinished request is waiting, yet nothing can run"
-        plan = build_step_plan(chosen, self._executor.generation, next(self._step_ids))
-        result = self._executor.execute(plan.pack())
-        kept = self._accept(chosen, plan, result)
-        self._scheduler.advance(chosen, kept)
+        with self._trace.span("pack", step=step_id):
+            plan = build_step_plan(chosen, self._executor.generation, step_id)
+            packet = plan.pack()
+        num_rows = sum(one.num_tokens for one in chosen)
+        with self._trace.span(
+            "execute", step=step_id, kind=plan.kind.name, requests=len(chosen), tokens=num_rows
+        ) as args:
+            result = self._executor.execute(packet)
+            args["rank_us"] = result.elapsed_us
+        num_before = sum(len(one.request.output_token_ids) for one in chosen)
+        with self._trace.span("account", step=step_id):
+            kept = self._accept(chosen, plan, result)
+            self._scheduler.advance(chosen, kept)
+        num_new = sum(len(one.request.output_token_ids) for one in chosen) - num_before
+        self.metrics.record_step(self._scheduler, time.monotonic() - started, num_rows, num_new)
         for request in (one.request for one in chosen):
             self._tokens_done += max(0, request.num_computed - request.num_counted)
             request.num_counted = max(request.num_counted, request.num_computed)
@@ -207,11 +252,8 @@ class EngineCore:
             self._account_finished(request)
         self._scheduler = self._make_scheduler()
 
-    def _take_finished(self) -> list[Request]:
-        finished, self._finished = self._finished, []
-        return finished
-
-    def _output(self, request: Request) -> RequestOutput:
+    def output_of(self, request: Request) -> RequestOutput:
+        """A request's state as its user sees it."""
         text = self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else None
         return RequestOutput(
             id=request.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import TracebackType
 
 from dsv4dist.config.resolve import RunConfig, resolve
@@ -26,7 +27,8 @@ class Engine(EngineCore):
         config = resolve(options, gpu_available=_gpu_available(options))
         check_tp_size(config.model, config.tp_size)
         check_checkpoint(config.directory, config.model, config.num_draft_layers)
-        super().__init__(config, _make_executor(options, config), load_tokenizer(config.directory), options.seed)
+        trace = Path(options.trace) if options.trace is not None else None
+        super().__init__(config, _make_executor(options, config), load_tokenizer(config.directory), options.seed, trace)
 
     def __enter__(self) -> Engine:
         return self

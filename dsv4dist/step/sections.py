@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from dsv4dist.cache.groups import GROUP_NAMES
 
@@ -56,14 +55,14 @@ class PacketShape:
 
     @property
     def num_words(self) -> int:
-        return len(HEADER) + sum(int(np.prod(shape)) for shape in self.sections().values())
+        return len(HEADER) + sum(math.prod(shape) for shape in self.sections().values())
 
 
 def split_sections(buffer: Any, shape: PacketShape) -> dict[str, Any]:
     """Views of every section of a packet, for a numpy array or a torch tensor of it."""
     views, offset = {}, len(HEADER)
     for name, dims in shape.sections().items():
-        size = int(np.prod(dims))
+        size = math.prod(dims)
         views[name] = buffer[offset : offset + size].reshape(dims)
         offset += size
     return views

@@ -36,9 +36,11 @@ class Command:
                 start_new_session=True,
             )
 
-    def end(self, signum: int) -> str:
-        """Send a signal as a terminal would, to the whole group, and return standard error after the end."""
-        os.killpg(self.process.pid, signum)
+    def end(self, signum: int, group: bool = True) -> str:
+        """Send a signal, to the whole group as a terminal does or to the process alone as `kill` does, and wait.
+
+        Returns standard error."""
+        (os.killpg if group else os.kill)(self.process.pid, signum)
         self.process.wait(EXIT_LIMIT_S)
         return self._errors.read_text()
 
@@ -138,7 +140,7 @@ def test_no_process_is_left(
         assert command.descendants()
     else:
         wait_for(lambda: bool(command.descendants()), command)
-    errors = command.end(signum)
+    errors = command.end(signum, group=when == "running")
     assert command.process.returncode == 128 + signum
     assert f"interrupted by {signum.name}" in errors
     assert "Traceback" not in errors

@@ -204,7 +204,7 @@ class TestPrefixReuse:
         engine = simulated_engine(compressed_blocks=12)
         stem = list(range(VOCAB)) * 12
         self.run(engine, stem)
-        prompts = [stem + [i] for i in range(6)]
+        prompts = [[*stem, i] for i in range(6)]
         outputs = engine.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))
         assert all(output.metrics["cached_tokens"] == 512 for output in outputs)
         assert [output.token_ids for output in outputs] == [alone(prompt, 5, True) for prompt in prompts]

@@ -71,7 +71,9 @@ def load_slots(lists, tile, layout: gl.constexpr):
 
     They are not looked at here: whoever asks for the slots of a later tile must not wait for them.
     """
-    indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots = lists
+    indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots = (
+        lists
+    )
     is_main = tile < main_tiles
     first = gl.where(is_main, main_begin + tile * KEYS, extra_begin + (tile - main_tiles) * KEYS)
     last = gl.where(is_main, main_end, extra_end)

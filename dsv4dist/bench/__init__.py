@@ -1,0 +1,1 @@
+"""Measurements: one file each, returning rows; `report` shows them."""

@@ -1,0 +1,161 @@
+"""The engine for asyncio programs: one thread runs the steps, each request is an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from dsv4dist.config.runtime import EngineConfig
+from dsv4dist.engine.core import EngineCore, Prompt
+from dsv4dist.engine.engine import Engine
+from dsv4dist.engine.request import Request, RequestOutput, SamplingParams
+from dsv4dist.errors import WorkerError
+
+IDLE_POLL_S = 0.5
+
+
+@dataclass
+class _Stream:
+    """A request's way back to the event loop that submitted it."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[RequestOutput | Exception]
+    num_sent: int = 0
+
+    def send(self, item: RequestOutput | Exception) -> None:
+        self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+
+
+class AsyncEngine:
+    """Serves requests that come and go at any time. All device work and planning stay on one thread of its own."""
+
+    def __init__(self, config: EngineConfig, start: Callable[[EngineConfig], EngineCore] = Engine) -> None:
+        """Start the engine; blocks until it is ready.  Raises: what Engine raises."""
+        self._ids = itertools.count()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._stopping = False
+        self._ended: WorkerError | None = None
+        self._ended_lock = threading.Lock()
+        self._engine = start(config)
+        self._thread = threading.Thread(target=self._serve, name="engine steps", daemon=True)
+        self._thread.start()
+
+    async def submit(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Queue a request; the iterator yields its state whenever it has more tokens, the finished state last.
+
+        A consumer that stops early or is cancelled aborts its request.
+        Raises: RequestError for a request that cannot be served; the iterator WorkerError when the ranks are lost.
+        """
+        own_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        loop = asyncio.get_running_loop()
+        queued: asyncio.Future[_Stream] = loop.create_future()
+
+        def add() -> None:
+            try:
+                if self._ended is not None:
+                    raise self._ended
+                request = self._engine.queue_request(prompt, params, own_id)
+            except Exception as error:
+                loop.call_soon_threadsafe(_set_exception, queued, error)
+                return
+            stream = _Stream(request, loop, asyncio.Queue())
+            self._streams[own_id] = stream
+            loop.call_soon_threadsafe(_set_result, queued, stream)
+
+        self._command(add)
+        return self._outputs(own_id, await queued)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator ends with finish_reason "abort"."""
+        self._command(lambda: self._abort(request_id))
+
+    async def shutdown(self) -> None:
+        """End the engine; requests that run end with "abort"."""
+        self._stopping = True
+        self._command(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _outputs(self, request_id: str, stream: _Stream) -> AsyncIterator[RequestOutput]:
+        finished = False
+        try:
+            while not finished:
+                item = await stream.outputs.get()
+                finished = isinstance(item, Exception) or item.finish_reason is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not finished:
+                self._command(lambda: self._abort(request_id))
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have the thread run `command` before its next step; at once, when the thread has ended."""
+        with self._ended_lock:
+            if self._ended is None:
+                self._commands.put(command)
+                return
+        command()
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def _serve(self) -> None:
+        """The thread: take what was asked for, run a step, send what it gave; sleep while nothing is to do."""
+        ended = WorkerError("the engine was shut down")
+        try:
+            while not self._stopping:
+                self._take_commands()
+                self._send(self._engine.step())
+        except WorkerError as error:
+            ended = error
+            for stream in self._streams.values():
+                stream.send(error)
+        finally:
+            for request_id in list(self._streams):
+                self._engine.abort(request_id)
+            self._send(self._engine.take_finished())
+            self._engine.shutdown()
+            with self._ended_lock:
+                self._ended = ended
+            while not self._commands.empty():
+                self._commands.get()()
+
+    def _take_commands(self) -> None:
+        wait = not self._engine.has_unfinished
+        while True:
+            try:
+                command = self._commands.get(block=wait, timeout=IDLE_POLL_S if wait else None)
+            except queue.Empty:
+                if not wait or self._stopping:
+                    return
+                continue
+            command()
+            wait = False
+
+    def _send(self, finished: list[RequestOutput]) -> None:
+        for output in finished:
+            stream = self._streams.pop(output.id, None)
+            if stream is not None:
+                stream.send(output)
+        for stream in self._streams.values():
+            if len(stream.request.output_token_ids) > stream.num_sent:
+                stream.num_sent = len(stream.request.output_token_ids)
+                stream.send(self._engine.output_of(stream.request))
+
+
+def _set_result(future: asyncio.Future[_Stream], stream: _Stream) -> None:
+    if not future.cancelled():
+        future.set_result(stream)
+
+
+def _set_exception(future: asyncio.Future[_Stream], error: Exception) -> None:
+    if not future.cancelled():
+        future.set_exception(error)

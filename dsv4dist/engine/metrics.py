@@ -1,0 +1,92 @@
+"""What the engine is doing, as numbers: kept by itself, and shown through Ray's metrics where Ray runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsv4dist.engine.scheduler import Scheduler
+
+PREFIX = "dsv4dist_"
+STEP_BOUNDARIES_S = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
+GAUGES = {
+    "running_requests": "Requests that run",
+    "waiting_requests": "Requests that wait",
+    "tokens_per_second": "Generated tokens a second, over the last steps",
+    "block_use": "Share of a cache group's blocks that requests use",
+}
+COUNTERS = {
+    "preemptions": "Requests that gave their blocks to an older one",
+    "cached_tokens": "Prompt tokens found in the prefix cache",
+    "generated_tokens": "Generated tokens",
+    "computed_tokens": "Rows of all steps",
+}
+RATE_SPAN_S = 10.0
+
+
+@dataclass
+class Metrics:
+    """Gauges and counters after the newest step; `values` has one number per name, block use one per group."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    block_use: dict[str, float] = field(default_factory=dict)
+    _exported: dict[str, Any] | None = None
+    _recent: list[tuple[float, int]] = field(default_factory=list)
+
+    def record_step(self, scheduler: Scheduler, step_s: float, num_rows: int, num_new_tokens: int) -> None:
+        """Account for a step that took `step_s`, computed `num_rows` rows and gave `num_new_tokens` tokens."""
+        now = time.monotonic()
+        self._recent = [(at, count) for at, count in self._recent if now - at < RATE_SPAN_S]
+        self._recent.append((now, num_new_tokens))
+        span = max(now - self._recent[0][0], step_s)
+        cache = scheduler.prefix_cache
+        self.values |= {
+            "running_requests": len(scheduler.running),
+            "waiting_requests": scheduler.num_waiting,
+            "tokens_per_second": sum(count for _, count in self._recent) / span,
+            "preemptions": scheduler.num_preemptions,
+            "cached_tokens": cache.stats.reused_tokens if cache is not None else 0,
+            "generated_tokens": self.values.get("generated_tokens", 0) + num_new_tokens,
+            "computed_tokens": self.values.get("computed_tokens", 0) + num_rows,
+            "step_seconds": step_s,
+        }
+        self.block_use = {name: pool.num_used / pool.num_blocks for name, pool in scheduler.blocks.pools.items()}
+        self._export(step_s)
+
+    def _export(self, step_s: float) -> None:
+        """Hand the numbers to Ray, if this process is connected to one."""
+        if self._exported is None:
+            self._exported = _ray_metrics()
+        if not self._exported:
+            return
+        for name in GAUGES:
+            if name != "block_use":
+                self._exported[name].set(self.values[name])
+        for name, use in self.block_use.items():
+            self._exported["block_use"].set(use, tags={"group": name})
+        for name in COUNTERS:
+            counter, before = self._exported[name]
+            if self.values[name] > before:
+                counter.inc(self.values[name] - before)
+                self._exported[name] = (counter, self.values[name])
+        self._exported["step_seconds"].observe(step_s)
+
+
+def _ray_metrics() -> dict[str, Any]:
+    """Ray's metric objects by name; empty in a process that has not connected to Ray."""
+    import sys
+
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return {}
+    from ray.util.metrics import Counter, Gauge, Histogram
+
+    found: dict[str, Any] = {}
+    for name, text in GAUGES.items():
+        tags = ("group",) if name == "block_use" else ()
+        found[name] = Gauge(PREFIX + name, description=text, tag_keys=tags)
+    for name, text in COUNTERS.items():
+        found[name] = (Counter(PREFIX + name, description=text), 0.0)
+    found["step_seconds"] = Histogram(PREFIX + "step_seconds", "Seconds of a step", STEP_BOUNDARIES_S)
+    return found

@@ -1,0 +1,119 @@
+"""The asyncio engine on a simulated model: streams, cancellation, errors, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from dsv4dist import EngineConfig, SamplingParams
+from dsv4dist.engine.async_engine import AsyncEngine
+from dsv4dist.engine.request import RequestOutput
+from dsv4dist.errors import RequestError, WorkerError
+from tests.support.simulation import alone, simulated_engine
+
+PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
+
+
+def run(body: Callable[[AsyncEngine], Awaitable[None]], break_at: int | None = None) -> AsyncEngine:
+    def start(config: EngineConfig) -> object:
+        core = simulated_engine(max_num_seqs=4)
+        if break_at is not None:
+            execute = core._executor.execute
+
+            def failing(packet: object) -> object:
+                if core._executor.steps >= break_at:  # type: ignore[attr-defined]
+                    raise WorkerError("rank 1: lost")
+                return execute(packet)  # type: ignore[arg-type]
+
+            core._executor.execute = failing  # type: ignore[method-assign,assignment]
+        return core
+
+    async def main() -> AsyncEngine:
+        engine = AsyncEngine(EngineConfig(model="simulated"), start=start)  # type: ignore[arg-type]
+        try:
+            await asyncio.wait_for(body(engine), 60)
+        finally:
+            await asyncio.wait_for(engine.shutdown(), 20)
+        assert not engine._thread.is_alive()
+        return engine
+
+    return asyncio.run(main())
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def test_many_at_once_each_as_alone() -> None:
+    prompts = [[i] * (1 + 40 * i) for i in range(9)]
+
+    async def body(engine: AsyncEngine) -> None:
+        streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
+        results = await asyncio.gather(*map(collect, streams))
+        for prompt, outputs in zip(prompts, results, strict=True):
+            assert outputs[-1].token_ids == alone(prompt, 30, True)
+            assert outputs[-1].finish_reason == "length"
+            lengths = [len(output.token_ids) for output in outputs]
+            assert lengths == sorted(lengths)
+
+    run(body)
+
+
+def test_a_cancelled_consumer_aborts_its_request() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        endless = SamplingParams(max_tokens=2000, ignore_eos=True)
+        stream = await engine.submit([1], endless, "long")
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        other = await collect(await engine.submit([2], PARAMS))
+        assert other[-1].token_ids == alone([2], 30, True)
+
+    engine = run(body)
+    assert not engine._engine.has_unfinished
+
+
+def test_abort_ends_the_stream() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        stream = await engine.submit([1], SamplingParams(max_tokens=2000, ignore_eos=True), "x")
+        reading = asyncio.create_task(collect(stream))
+        await asyncio.sleep(0.05)
+        await engine.abort("x")
+        outputs = await reading
+        assert outputs[-1].finish_reason == "abort"
+
+    run(body)
+
+
+def test_a_bad_request_is_refused_and_the_others_go_on() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        with pytest.raises(RequestError, match="empty"):
+            await engine.submit([], PARAMS)
+        assert (await collect(await engine.submit([3], PARAMS)))[-1].token_ids == alone([3], 30, True)
+
+    run(body)
+
+
+def test_lost_ranks_reach_every_consumer() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        streams = [await engine.submit([i], PARAMS) for i in range(3)]
+        results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+        assert all(isinstance(result, WorkerError) for result in results)
+
+    run(body, break_at=3)
+
+
+def test_shutdown_ends_what_runs() -> None:
+    seen: list[RequestOutput] = []
+
+    async def body(engine: AsyncEngine) -> None:
+        stream = await engine.submit([1], SamplingParams(max_tokens=2000, ignore_eos=True))
+        reading = asyncio.create_task(collect(stream))
+        await asyncio.sleep(0.05)
+        await engine.shutdown()
+        seen.extend(await reading)
+
+    run(body)
+    assert seen[-1].finish_reason == "abort"
