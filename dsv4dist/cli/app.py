@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the work failed; 2 wrong usage; 128 + N ended by signal N.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from dsv4dist.cli import bench, generate, info, make_checkpoint, plan, score
+from dsv4dist.cli import bench, compile, generate, info, make_checkpoint, plan, score
 from dsv4dist.cli.options import OptionError
 from dsv4dist.cli.output import complain
 from dsv4dist.cli.signals import Interrupted, signals_raise
@@ -32,6 +33,7 @@ app.command("generate", help=generate.__doc__)(generate.command)
 app.command("score", help=score.__doc__)(score.command)
 app.command("make-checkpoint", help=make_checkpoint.__doc__)(make_checkpoint.command)
 app.command("info", help=info.__doc__)(info.command)
+app.command("compile", help=compile.__doc__)(compile.command)
 app.command("plan", help=plan.__doc__)(plan.command)
 app.add_typer(bench.app, name="bench")
 
@@ -117,4 +119,10 @@ def _describe_usage(error: Any, arguments: list[str]) -> str:
 
 def main() -> None:
     """Entry point of the `dsv4dist` executable."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code > 128:
+        # Everything is ended by now. Ray's exit handlers would only look for processes that are gone, or abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

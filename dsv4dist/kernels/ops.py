@@ -45,15 +45,71 @@ def reference_ops() -> Ops:
     )
 
 
-def choose_ops(kernels: str) -> Ops:
-    """The record for the user's `--kernels`.  Raises: UnsupportedError naming what is available."""
-    if kernels in ("auto", "reference"):
-        return reference_ops()
-    raise UnsupportedError(f"--kernels {kernels}: this version has only the reference kernels; use auto or reference")
+def triton_ops() -> Ops:
+    """The Triton implementation of every operation.  Raises: UnsupportedError where there is no triton."""
+    try:
+        from dsv4dist.kernels._triton import (
+            compress,
+            indexer_logits,
+            indexer_query,
+            key_lists,
+            norm,
+            q_rope_kv_insert,
+            sparse_decode,
+            topk,
+        )
+    except ImportError as error:
+        raise UnsupportedError(
+            f"--kernels triton: {error}; PyTorch's GPU builds bring triton, `pip install triton` is for CPUs only"
+        ) from None
+
+    return Ops(
+        rms_norm=norm.rms_norm,
+        qr_kv_norm=norm.qr_kv_norm,
+        q_rope_kv_insert=q_rope_kv_insert.q_rope_kv_insert,
+        compress_state=compress.compress_state,
+        compress_store=compress.compress_store,
+        indexer_query=indexer_query.indexer_query,
+        indexer_logits=indexer_logits.indexer_logits,
+        topk_entries=topk.topk_entries,
+        window_key_list=key_lists.window_key_list,
+        entry_key_list=key_lists.entry_key_list,
+        sparse_attention=sparse_decode.sparse_attention,
+    )
+
+
+TRITON_HEAD_DIM = 512
+"""The only width of attention heads that the Triton kernels know."""
+
+
+def choose_kernels(kernels: str, device_type: str, head_dim: int) -> tuple[str, str]:
+    """(implementation, reason) for the user's `--kernels`.  Raises: UnsupportedError naming what is available."""
+    missing = None
+    if device_type == "cpu":
+        missing = "there is no GPU"
+    elif head_dim != TRITON_HEAD_DIM:
+        missing = f"the Triton kernels know head_dim {TRITON_HEAD_DIM} only, the model has {head_dim}"
+    if kernels == "aiter":
+        raise UnsupportedError("--kernels aiter: this version has no AITER kernels; use auto, reference or triton")
+    if kernels == "triton" and missing is not None:
+        raise UnsupportedError(f"--kernels triton: {missing}; use auto or reference")
+    if kernels == "reference":
+        return "reference", "asked for"
+    if missing is not None:
+        return "reference", missing
+    return "triton", "asked for" if kernels == "triton" else "the device is a GPU"
+
+
+def choose_ops(kernels: str, device_type: str, head_dim: int) -> Ops:
+    """The record for the user's `--kernels` on a device (`cpu` or `cuda`).  Raises: UnsupportedError."""
+    name, _ = choose_kernels(kernels, device_type, head_dim)
+    return triton_ops() if name == "triton" else reference_ops()
 
 
 def chosen_ops(kernels: str = "auto") -> list[tuple[str, str, str]]:
-    """(operation, implementation, reason) rows of what `choose_ops` takes, for people to read."""
-    ops = choose_ops(kernels)
-    why = "asked for" if kernels == "reference" else "the only implementation in this version"
-    return [(field.name, getattr(ops, field.name).__module__.split(".")[2], why) for field in fields(Ops)]
+    """(operation, implementation, reason) rows of what runs on this machine, for people to read."""
+    import torch
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    name, why = choose_kernels(kernels, device_type, TRITON_HEAD_DIM)
+    return [(field.name, name, why) for field in fields(Ops)]

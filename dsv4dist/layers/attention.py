@@ -44,7 +44,7 @@ class Attention:
         """x [T, Hd], normed -> y [T, Hd], summed over ranks; writes this step's rows of the layer's caches."""
         eps = self.config.rms_norm_eps
         qr, kv = self.ops.qr_kv_norm(x @ self.wq_a_wkv.T, self.q_norm, self.kv_norm, eps)
-        q = (qr @ self.wq_b.T).view(x.shape[0], -1, self.config.head_dim)
+        q = (qr @ self.wq_b.T).view(x.shape[0], len(self.wq_b) // self.config.head_dim, self.config.head_dim)
         q = self.ops.q_rope_kv_insert(q, kv, step.positions, self.cos_sin, caches.window, step.window_slots, eps)
         out = self.ops.sparse_attention(
             q,

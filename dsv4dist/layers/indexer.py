@@ -33,7 +33,7 @@ class Indexer:
     ) -> torch.Tensor:
         """Store this step's index keys and return the selected entries, int32 [T, index_topk], valid ones first."""
         self.compressor(x, step, compressed, state, keys)
-        q = (qr @ self.wq_b.T).view(-1, self.config.index_n_heads, self.config.index_head_dim)
+        q = (qr @ self.wq_b.T).view(len(x), self.config.index_n_heads, self.config.index_head_dim)
         q, head_weights = self.ops.indexer_query(
             q, x @ self.weights_proj.T, step.positions, self.cos_sin, keys.fp8_format
         )

@@ -39,7 +39,7 @@ class ModelRunner:
         self.config, self.tp, self.comm, self.device = config, tp, comm, device
         self.dtype = getattr(torch, config.dtype)
         self.arch = arch_of(device)
-        self.ops = choose_ops(config.kernels)
+        self.ops = choose_ops(config.kernels, device.type, config.model.head_dim)
         self.caches: list[LayerCaches] = []
         self._groups = cache_groups(config.model, config.kv_cache_dtype, config.num_draft_layers)
         self.skipped_draft_tensors = 0

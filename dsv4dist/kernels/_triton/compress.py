@@ -161,6 +161,11 @@ def compress_state(
     )  # fmt: skip
 
 
+def _part(taps: int) -> int:
+    """Channels per program: 128 states of 512 channels are 512 KB, too much for one, so a cache line of each."""
+    return max(32, 4096 // taps)
+
+
 @dataclass(frozen=True)
 class _Shape:
     """How one compressor's pooling is cut into programs: `splits` > 1 pools in a launch of its own."""
@@ -172,13 +177,11 @@ class _Shape:
     @classmethod
     def of(cls, dim: int, taps: int) -> _Shape:
         block, taps = triton.next_power_of_2(dim), triton.next_power_of_2(taps)
-        # 128 states of 512 channels are 512 KB: too much for one program, so 64 channels each.
-        part = block if taps * block <= 8192 else max(16, 8192 // taps)
-        return cls(block, triton.cdiv(dim, part), taps)
+        return cls(block, triton.cdiv(dim, block if taps * block <= 8192 else _part(taps)), taps)
 
     @property
     def part(self) -> int:
-        return self.block if self.splits == 1 else max(16, 8192 // self.taps)
+        return self.block if self.splits == 1 else _part(self.taps)
 
 
 def compress_store(
@@ -219,7 +222,7 @@ def compress_store(
     if count == 0:
         return
     shape = _Shape.of(dim, overlap * ratio)
-    chunk = _tokens_per_program(count, ratio)
+    chunk = _tokens_per_program(count, ratio, shape.splits)
     pooled = torch.empty(count if shape.splits > 1 else 0, dim, dtype=torch.float32, device=positions.device)
 
     def launch(stage: int, splits: int, block: int, warps: int) -> None:
@@ -240,9 +243,10 @@ def compress_store(
         launch(2, 1, shape.block, 4)
 
 
-def _tokens_per_program(num_tokens: int, ratio: int) -> int:
+def _tokens_per_program(num_tokens: int, ratio: int, splits: int) -> int:
     """Tokens that one program looks through: of `ratio` tokens of a request only one completes an entry."""
-    return max(1, min(triton.next_power_of_2(ratio), triton.next_power_of_2(triton.cdiv(num_tokens, 1024))))
+    programs = 1024 if splits == 1 else 256
+    return min(triton.next_power_of_2(ratio), triton.next_power_of_2(triton.cdiv(num_tokens, programs)))
 
 
 def _check_state(state: PagedCache, width: int) -> None:

@@ -67,7 +67,7 @@ _TILES = {
 
 
 _WARPGROUP_TILES = {
-    "sm90": tuple(replace(_tile(heads, 64, 4), warpgroup=True) for heads in (8, 16, 32)),
+    "sm90": tuple(replace(_tile(heads, 64, warps), warpgroup=True) for heads, warps in ((8, 4), (16, 4), (64, 8))),
 }
 
 

@@ -15,6 +15,7 @@ from dsv4dist.kernels._triton.quantise import (
     magnitude,
     rotate_rows,
     scale_exponent,
+    split_rows,
     to_bf16,
 )
 from dsv4dist.kernels.paged_cache import Fp8Format
@@ -25,15 +26,15 @@ def _indexer_query_kernel(
     q_ptr, weights_ptr, positions_ptr, cos_sin_ptr, out_ptr, out_weights_ptr, stride_q_token, stride_q_head,
     stride_weights, stride_table, num_rows, num_heads, num_positions, dim_factor, head_factor,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, FP8: tl.constexpr, FNUZ: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS (token, head) rows and their weights."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     present = row < num_rows
-    token, head = row // num_heads, row % num_heads
+    token, head = split_rows(tl.program_id(0).to(tl.int64) * ROWS, num_heads, ROWS, ONE_TOKEN)
     mask = present[:, None] & (channel < WIDTH)[None, :]
-    position = tl.load(positions_ptr + token, mask=present, other=0)
+    position = tl.load(positions_ptr + token, mask=token * num_heads < num_rows, other=0)
     weight = tl.load(weights_ptr + token * stride_weights + head, mask=present, other=0.0).to(tl.float32)
     q_row_ptr = q_ptr + token * stride_q_token + head * stride_q_head
     q = tl.load(q_row_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -79,7 +80,7 @@ def indexer_query(
             q, weights, positions, cos_sin, out, out_weights, q.stride(0), q.stride(1), weights.stride(0),
             cos_sin.stride(0), count, num_heads, cos_sin.shape[0], width**-0.5, num_heads**-0.5, WIDTH=width,
             BLOCK=block, ROTARY=cos_sin.shape[1], FP8=fp8_format is not None, FNUZ=fp8_format is Fp8Format.FNUZ,
-            ROWS=rows, num_warps=_warps(rows * block), enable_fp_fusion=False,
+            ROWS=rows, ONE_TOKEN=num_heads % rows == 0, num_warps=_warps(rows * block), enable_fp_fusion=False,
         )  # fmt: skip
     return out.view(fp8_format.torch_dtype) if fp8_format else out, out_weights
 
@@ -104,7 +105,15 @@ def compile_specs() -> list[CompileSpec]:
                 "stride_q_head": "i32", "stride_weights": "i32", "stride_table": "i32", "num_rows": "i32",
                 "num_heads": "i32", "num_positions": "i32", "dim_factor": "fp32", "head_factor": "fp32",
             }  # fmt: skip
-            values = {"WIDTH": 128, "BLOCK": 128, "ROTARY": 64, "FP8": fp8, "FNUZ": fnuz, "ROWS": rows}
+            values = {
+                "WIDTH": 128,
+                "BLOCK": 128,
+                "ROTARY": 64,
+                "FP8": fp8,
+                "FNUZ": fnuz,
+                "ROWS": rows,
+                "ONE_TOKEN": True,
+            }
             specs.append(spec(_indexer_query_kernel, f"indexer_query {kind} x{rows}", signature, constexprs=values,
                               num_warps=_warps(rows * 128), options={"enable_fp_fusion": False}))  # fmt: skip
     return specs

@@ -8,21 +8,21 @@ import triton.language as tl
 
 from dsv4dist.kernels._triton.checks import check_rotary, check_rows
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
-from dsv4dist.kernels._triton.quantise import cast, rotate_rows
+from dsv4dist.kernels._triton.quantise import cast, rotate_rows, split_rows
 
 
 @triton.jit
 def _inverse_rope_kernel(
     x_ptr, positions_ptr, cos_sin_ptr, stride_token, stride_head, stride_table, num_rows, num_heads, num_positions,
-    NOPE: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    NOPE: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One program: the rotary channels of ROWS (token, head) rows; the others are not touched."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     present = row < num_rows
-    token = row // num_heads
-    position = tl.load(positions_ptr + token, mask=present, other=0)
-    row_ptr = x_ptr + token * stride_token + (row % num_heads) * stride_head + NOPE
+    token, head = split_rows(tl.program_id(0).to(tl.int64) * ROWS, num_heads, ROWS, ONE_TOKEN)
+    position = tl.load(positions_ptr + token, mask=token * num_heads < num_rows, other=0)
+    row_ptr = x_ptr + token * stride_token + head * stride_head + NOPE
     tile_ptr = row_ptr[:, None] + channel[None, :]
     mask = present[:, None] & (channel < ROTARY)[None, :]
     x = tl.load(tile_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def inverse_rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     rows = _rows_per_program(num_tokens * num_heads)
     _inverse_rope_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
         x, positions, cos_sin, x.stride(0), x.stride(1), cos_sin.stride(0), num_tokens * num_heads, num_heads,
-        cos_sin.shape[0], NOPE=width - rotary, ROTARY=rotary, BLOCK=triton.next_power_of_2(rotary), ROWS=rows,
+        cos_sin.shape[0], NOPE=width - rotary, ROTARY=rotary, BLOCK=triton.next_power_of_2(rotary), ROWS=rows, ONE_TOKEN=num_heads % rows == 0,
         num_warps=1 if rows == 4 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -64,6 +64,6 @@ def compile_specs() -> list[CompileSpec]:
     }  # fmt: skip
     return [
         spec(_inverse_rope_kernel, f"inverse_rope x{rows}", signature, num_warps=1 if rows == 4 else 4,
-             constexprs={"NOPE": 448, "ROTARY": 64, "BLOCK": 64, "ROWS": rows}, options={"enable_fp_fusion": False})
+             constexprs={"NOPE": 448, "ROTARY": 64, "BLOCK": 64, "ROWS": rows, "ONE_TOKEN": True}, options={"enable_fp_fusion": False})
         for rows in (4, 32)
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError
-from dsv4dist.kernels._triton.checks import check_dense, check_integers, check_table
+from dsv4dist.kernels._triton.checks import check_dense, check_integers, check_table, power_of_2_up_to
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 from dsv4dist.kernels._triton.quantise import lookup_slots
 from dsv4dist.kernels.block_table import BlockTable
@@ -23,7 +23,7 @@ DENSE = tl.constexpr(3)
 
 FEW_ROWS = 8
 MAX_BLOCK = 1024
-TILE = 2048
+TILE = 1024
 
 
 @triton.jit
@@ -31,25 +31,27 @@ def _keys(
     blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, row, column, wanted, stride_req, stride_entries,
     num_columns, limit, width, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """int64 slots [N, C] of columns [C] of the rows [N], -1 where there is none.
+    """Slots [N, C] of columns [C] of the rows [N], -1 where there is none.
 
     `row_ptr` holds one value a row: the position (WINDOW), or how many columns the row has (VISIBLE, DENSE).
+    Entries, positions and slots fit int32, as the lists that they end in.
     """
     inside = wanted[:, None] & (column < width)[None, :]
     if MODE != LISTED:
-        row_value = tl.load(row_ptr + row, mask=wanted, other=0).to(tl.int64)[:, None]
+        row_value = tl.load(row_ptr + row, mask=wanted, other=0).to(tl.int32)[:, None]
     if MODE == WINDOW:
         entry = row_value - (width - 1) + column[None, :]
     elif MODE == VISIBLE:
         inside &= column[None, :] < row_value
-        entry = tl.broadcast_to(column.to(tl.int64)[None, :], inside.shape)
+        entry = tl.broadcast_to(column[None, :], inside.shape)
     else:
         if MODE == DENSE:
             inside &= column[None, :] < row_value
         entry_ptr = entries_ptr + row.to(tl.int64)[:, None] * stride_entries + column[None, :]
-        entry = tl.load(entry_ptr, mask=inside, other=-1).to(tl.int64)
+        entry = tl.load(entry_ptr, mask=inside, other=-1).to(tl.int32)
+        inside = entry >= 0
     if MODE == DENSE:
-        return tl.where(inside & (entry >= 0) & (entry < limit), entry, -1)
+        return tl.where(inside & (entry < limit), entry, -1)
     else:
         req = tl.load(req_ptr + row, mask=wanted, other=0).to(tl.int64)
         first_block = tl.load(first_block_ptr + req)[:, None]
@@ -69,7 +71,7 @@ def _count(
             blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, row, start + tl.arange(0, BLOCK), wanted,
             stride_req, stride_entries, num_columns, limit, width, MODE, BLOCK_SIZE,
         )  # fmt: skip
-        count += tl.sum((slot >= 0).to(tl.int32), 1)
+        count += tl.sum(tl.where(slot >= 0, 1, 0), 1)
     return count
 
 
@@ -205,7 +207,7 @@ def _ragged(
     blocks, first, size = (table.blocks, table.first_block, table.block_size) if table else (anything, anything, 1)
     block = min(MAX_BLOCK, triton.next_power_of_2(width))
     alone = count <= FEW_ROWS
-    rows = triton.next_power_of_2(count) if alone else max(1, TILE // block)
+    rows = triton.next_power_of_2(count) if alone else _rows_per_program(count, block)
     counts = torch.empty(0 if alone else count, dtype=torch.int32, device=device)
     inputs = (blocks, first, anything if token_to_req is None else token_to_req,
               anything if row_values is None else row_values, anything if entries is None else entries)  # fmt: skip
@@ -217,6 +219,11 @@ def _ragged(
         _count_kernel[grid](*inputs, counts, *strides, *sizes, **shape)
     _fill_kernel[grid](*inputs, counts, indices, indptr, *strides, *sizes, ALONE=alone, **shape)
     return indices, indptr
+
+
+def _rows_per_program(num_rows: int, block: int) -> int:
+    """Enough for a tile of TILE slots, but first of all some hundred programs."""
+    return max(1, min(TILE // block, power_of_2_up_to(num_rows // 256)))
 
 
 def compile_specs() -> list[CompileSpec]:

@@ -18,7 +18,7 @@ from dsv4dist.kernels._triton.checks import (
     power_of_2_up_to,
 )
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
-from dsv4dist.kernels._triton.quantise import cast, rotate_rows, store_entry
+from dsv4dist.kernels._triton.quantise import cast, rotate_rows, split_rows, store_entry
 from dsv4dist.kernels.paged_cache import PagedCache
 
 
@@ -28,7 +28,7 @@ def _q_rope_kv_insert_kernel(
     stride_q_token, stride_q_head, stride_kv, stride_table, stride_block, stride_row,
     num_tokens, num_heads, num_positions, num_slots, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FNUZ: tl.constexpr, ROWS: tl.constexpr,
+    FNUZ: tl.constexpr, ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """The first num_tokens programs each insert one key; every other one norms and rotates ROWS query heads."""
     program = tl.program_id(0)
@@ -44,12 +44,12 @@ def _q_rope_kv_insert_kernel(
             kv = tl.reshape(kv, (BLOCK,))
             store_entry(kv, cache_ptr, slot, stride_block, stride_row, WIDTH, BLOCK, FORMAT, BLOCK_SIZE, FNUZ)
     else:
-        row = (program - num_tokens).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        token = row // num_heads
-        present = token < num_tokens
-        mask = present[:, None] & inside[None, :]
-        position = tl.load(positions_ptr + token, mask=present, other=0)
-        q_row_ptr = q_ptr + token * stride_q_token + (row % num_heads) * stride_q_head
+        first_row = (program - num_tokens).to(tl.int64) * ROWS
+        row = first_row + tl.arange(0, ROWS)
+        token, head = split_rows(first_row, num_heads, ROWS, ONE_TOKEN)
+        mask = (token < num_tokens)[:, None] & inside[None, :]
+        position = tl.load(positions_ptr + token, mask=token < num_tokens, other=0)
+        q_row_ptr = q_ptr + token * stride_q_token + head * stride_q_head
         q = tl.load(q_row_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
         q *= tl.rsqrt(tl.sum(q * q, 1) / WIDTH + eps)[:, None]
         q = rotate_rows(q, cos_sin_ptr, position, stride_table, num_positions, ROTARY, WIDTH, False)
@@ -93,7 +93,7 @@ def q_rope_kv_insert(
         q, kv, positions, cos_sin, cache.data, slots, out, q.stride(0), q.stride(1), kv.stride(0), cos_sin.stride(0),
         stride_block, stride_row, num_tokens, num_heads, cos_sin.shape[0], cache.num_slots, eps,
         WIDTH=width, BLOCK=block, ROTARY=cos_sin.shape[1], FORMAT=CODE_OF[cache.format], BLOCK_SIZE=cache.block_size,
-        FNUZ=is_fnuz(cache), ROWS=rows, num_warps=_warps(rows * block), enable_fp_fusion=False,
+        FNUZ=is_fnuz(cache), ROWS=rows, ONE_TOKEN=num_heads % rows == 0, num_warps=_warps(rows * block), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -107,7 +107,7 @@ def _rows_per_program(num_rows: int) -> int:
 
 
 def _warps(elements: int) -> int:
-    return min(8, power_of_2_up_to(elements // 256))
+    return min(8, power_of_2_up_to(elements // 512))
 
 
 def compile_specs() -> list[CompileSpec]:
@@ -123,7 +123,7 @@ def compile_specs() -> list[CompileSpec]:
                 "num_slots": "i32", "eps": "fp32",
             }  # fmt: skip
             values = {"WIDTH": 512, "BLOCK": 512, "ROTARY": 64, "FORMAT": code, "BLOCK_SIZE": 64, "FNUZ": fnuz,
-                      "ROWS": rows}  # fmt: skip
+                      "ROWS": rows, "ONE_TOKEN": True}  # fmt: skip
             specs.append(spec(_q_rope_kv_insert_kernel, f"q_rope_kv_insert {kind} x{rows}", signature,
                               constexprs=values, num_warps=_warps(rows * 512),
                               options={"enable_fp_fusion": False}))  # fmt: skip

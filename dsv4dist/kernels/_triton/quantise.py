@@ -120,7 +120,7 @@ def encode_scaled(x, exponent, FNUZ: tl.constexpr):
 @triton.jit
 def rotate_rows(x, cos_sin_ptr, position, stride_table, num_positions, ROTARY: tl.constexpr, WIDTH: tl.constexpr,
                 INVERSE: tl.constexpr):  # fmt: skip
-    """Rotate the last ROTARY of WIDTH channels of fp32 x [N, BLOCK >= WIDTH] by `position` [N] (spec 1.3).
+    """Rotate the last ROTARY of WIDTH channels of fp32 x [N, BLOCK >= WIDTH] by `position` [N] or [1] (spec 1.3).
 
     Positions outside the table, which only padding has, are taken as its nearest row.
     """
@@ -140,6 +140,19 @@ def rotate_rows(x, cos_sin_ptr, position, stride_table, num_positions, ROTARY: t
     turned_even = tl.where(rotary[None, :], even * cos - odd * sin, even)
     turned_odd = tl.where(rotary[None, :], odd * cos + even * sin, odd)
     return tl.reshape(tl.join(turned_even, turned_odd), (N, BLOCK))
+
+
+@triton.jit
+def split_rows(first_row, num_heads, ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr):
+    """(token, head) of the int64 rows first_row + [0, ROWS) of a flattened [tokens, heads].
+
+    ONE_TOKEN: ROWS divides num_heads, so one token [1] has all of them, and what depends on it is loaded once.
+    """
+    lane = tl.arange(0, ROWS)
+    if ONE_TOKEN:
+        return first_row // num_heads + tl.arange(0, 1).to(tl.int64), first_row % num_heads + lane
+    else:
+        return (first_row + lane) // num_heads, (first_row + lane) % num_heads
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def _launch(
                 main.stride // 16, there.stride // 16, main.block_size.bit_length() - 1,
                 there.block_size.bit_length() - 1, main.slots, there.slots, num_heads, num_splits, scale * LOG2_E,
                 EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
-                HEADS=tile.heads, num_warps=tile.warps,
+                HEADS=tile.heads, WARPS=tile.warps, num_warps=tile.warps,
             )  # fmt: skip
         else:
             sparse_decode_partial_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
