@@ -21,7 +21,7 @@ HELP: dict[str, str] = {
     "tensor_parallel_size": "Ranks that share the model; one GPU each, or one process each on CPUs.",
     "device": "Where the ranks compute.",
     "dtype": "Type of weights and activations; auto: bfloat16 on GPUs, float32 on CPUs.",
-    "kv_cache_dtype": "Type of the caches; auto: as --dtype.",
+    "kv_cache_dtype": "Type of the caches; auto: fp8_ds_mla on GPUs, as --dtype on CPUs.",
     "max_model_len": f"Tokens of prompt and output at most (default: the model's, at most {DEFAULT_MAX_MODEL_LEN}).",
     "max_num_seqs": "Requests that run at once.",
     "max_num_batched_tokens": "Tokens of one step; longer prompts are split.",

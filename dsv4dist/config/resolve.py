@@ -47,9 +47,13 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
     model = load_model_config(directory)
     device = _device(options.device, gpu_available)
     dtype = options.dtype if options.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
-    kv_cache_dtype = options.kv_cache_dtype if options.kv_cache_dtype != "auto" else dtype
-    if kv_cache_dtype == FP8_DS_MLA:
-        _check_fp8_shapes(model)
+    kv_cache_dtype = options.kv_cache_dtype
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = FP8_DS_MLA if device == "cuda" and not _fp8_misfits(model) else dtype
+    if kv_cache_dtype == FP8_DS_MLA and _fp8_misfits(model):
+        raise UnsupportedError(
+            f"--kv-cache-dtype fp8_ds_mla needs {', '.join(_fp8_misfits(model))}; use bfloat16 or float32 for this model"
+        )
     max_model_len = options.max_model_len or min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -76,19 +80,15 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
     )
 
 
-def _check_fp8_shapes(model: ModelConfig) -> None:
-    """fp8_ds_mla fixes the widths of a token and of an index key (attention spec 2.3, 2.5)."""
+def _fp8_misfits(model: ModelConfig) -> list[str]:
+    """The widths of a token and of an index key that fp8_ds_mla fixes and this model has not (spec 2.3, 2.5)."""
     expected = {"head_dim": 512, "qk_rope_head_dim": 64} | ({"index_head_dim": 128} if model.has(LayerKind.CSA) else {})
     found = {
         "head_dim": model.head_dim,
         "qk_rope_head_dim": model.rope_head_dim,
         "index_head_dim": model.index_head_dim,
     }
-    bad = [f"{name} = {size} (the model has {found[name]})" for name, size in expected.items() if found[name] != size]
-    if bad:
-        raise UnsupportedError(
-            f"--kv-cache-dtype fp8_ds_mla needs {', '.join(bad)}; use bfloat16 or float32 for this model"
-        )
+    return [f"{name} = {size} (the model has {found[name]})" for name, size in expected.items() if found[name] != size]
 
 
 def _device(wanted: str, gpu_available: bool) -> str:

@@ -124,12 +124,17 @@ class EngineCore:
         """
         requests = self._submit_many(prompts, params)
         seen = dict.fromkeys(requests, 0)
-        while any(request.finish_reason is None for request in requests):
-            self.step()
-            for request in requests:
-                if len(request.output_token_ids) > seen[request]:
-                    seen[request] = len(request.output_token_ids)
-                    yield self.output_of(request)
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+                for request in requests:
+                    if len(request.output_token_ids) > seen[request]:
+                        seen[request] = len(request.output_token_ids)
+                        yield self.output_of(request)
+        finally:
+            for request in requests:  # those that an abandoned stream leaves
+                if request.finish_reason is None:
+                    self._scheduler.abort(request)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -311,13 +316,16 @@ class EngineCore:
         if isinstance(prompt, str):
             tokens = encode_prompt(self.tokenizer, prompt, self.config.directory)
         else:
+            bad = next((token for token in prompt if isinstance(token, bool) or not hasattr(token, "__index__")), None)
+            if bad is not None:
+                raise RequestError(f"token id {bad!r} is not an integer")
             tokens = [int(token) for token in prompt]
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         vocab = self.config.model.vocab_size
-        bad = next((token for token in tokens if not 0 <= token < vocab), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad} is out of range; the vocabulary has ids 0 to {vocab - 1}")
+        outside = next((token for token in tokens if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise RequestError(f"token id {outside} is out of range; the vocabulary has ids 0 to {vocab - 1}")
         return tokens
 
     def _make_scheduler(self) -> Scheduler:

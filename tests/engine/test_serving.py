@@ -232,3 +232,18 @@ def test_right_drafts_save_steps() -> None:
         engine.generate([[4] * 10], SamplingParams(max_tokens=40, ignore_eos=True))
         steps[luck] = engine._executor.steps  # type: ignore[attr-defined]
     assert steps[1.0] <= steps[0.0] / 3
+
+
+def test_an_abandoned_stream_leaves_nothing_running() -> None:
+    engine = simulated_engine()
+    stream = engine.stream([[1], [2]], SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not engine.has_unfinished
+    check_invariants(engine)
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["a"], [True], [1, None]])
+def test_token_ids_that_are_no_integers_are_refused(prompt: list[Any]) -> None:
+    with pytest.raises(RequestError, match="is not an integer"):
+        simulated_engine().generate([prompt])
