@@ -51,9 +51,8 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
     if kv_cache_dtype == "auto":
         kv_cache_dtype = FP8_DS_MLA if device == "cuda" and not _fp8_misfits(model) else dtype
     if kv_cache_dtype == FP8_DS_MLA and _fp8_misfits(model):
-        raise UnsupportedError(
-            f"--kv-cache-dtype fp8_ds_mla needs {', '.join(_fp8_misfits(model))}; use bfloat16 or float32 for this model"
-        )
+        needs = ", ".join(_fp8_misfits(model))
+        raise UnsupportedError(f"--kv-cache-dtype fp8_ds_mla needs {needs}; use bfloat16 or float32 for this model")
     max_model_len = options.max_model_len or min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(

@@ -316,9 +316,9 @@ class EngineCore:
         if isinstance(prompt, str):
             tokens = encode_prompt(self.tokenizer, prompt, self.config.directory)
         else:
-            bad = next((token for token in prompt if isinstance(token, bool) or not hasattr(token, "__index__")), None)
-            if bad is not None:
-                raise RequestError(f"token id {bad!r} is not an integer")
+            wrong = [token for token in prompt if isinstance(token, bool) or not hasattr(token, "__index__")]
+            if wrong:
+                raise RequestError(f"token id {wrong[0]!r} is not an integer")
             tokens = [int(token) for token in prompt]
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
