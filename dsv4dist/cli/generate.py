@@ -88,7 +88,10 @@ def serve(
     for failure in failures:
         complain(failure)
     if readable:
-        print(f"{results.done} requests, {num_tokens} new tokens in {time.monotonic() - started:.3g} s", flush=True)
+        right, drafts = engine.acceptance()
+        speculation = f", {right} of {drafts} drafts right" if drafts else ""
+        elapsed_s = time.monotonic() - started
+        print(f"{results.done} requests, {num_tokens} new tokens in {elapsed_s:.3g} s{speculation}", flush=True)
 
 
 def make_sampling_params(values: dict[str, Any]) -> SamplingParams:

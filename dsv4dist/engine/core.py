@@ -199,7 +199,7 @@ class EngineCore:
             kept = self._accept(chosen, plan, result)
             self._scheduler.advance(chosen, kept)
         num_new = sum(len(one.request.output_token_ids) for one in chosen) - num_before
-        self.metrics.record_step(self._scheduler, time.monotonic() - started, num_rows, num_new)
+        self.metrics.record_step(self._scheduler, time.monotonic() - started, num_rows, num_new, self.acceptance())
         for request in (one.request for one in chosen):
             self._tokens_done += max(0, request.num_computed - request.num_counted)
             request.num_counted = max(request.num_counted, request.num_computed)

@@ -21,6 +21,8 @@ COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache",
     "generated_tokens": "Generated tokens",
     "computed_tokens": "Rows of all steps",
+    "draft_tokens": "Drafts that were verified",
+    "accepted_draft_tokens": "Drafts that were right",
 }
 RATE_SPAN_S = 10.0
 
@@ -34,8 +36,13 @@ class Metrics:
     _exported: dict[str, Any] | None = None
     _recent: list[tuple[float, int]] = field(default_factory=list)
 
-    def record_step(self, scheduler: Scheduler, step_s: float, num_rows: int, num_new_tokens: int) -> None:
-        """Account for a step that took `step_s`, computed `num_rows` rows and gave `num_new_tokens` tokens."""
+    def record_step(
+        self, scheduler: Scheduler, step_s: float, num_rows: int, num_new_tokens: int, acceptance: tuple[int, int]
+    ) -> None:
+        """Account for a step that took `step_s`, computed `num_rows` rows and gave `num_new_tokens` tokens.
+
+        acceptance  drafts so far: right ones, all
+        """
         now = time.monotonic()
         self._recent = [(at, count) for at, count in self._recent if now - at < RATE_SPAN_S]
         self._recent.append((now, num_new_tokens))
@@ -49,6 +56,8 @@ class Metrics:
             "cached_tokens": cache.stats.reused_tokens if cache is not None else 0,
             "generated_tokens": self.values.get("generated_tokens", 0) + num_new_tokens,
             "computed_tokens": self.values.get("computed_tokens", 0) + num_rows,
+            "accepted_draft_tokens": acceptance[0],
+            "draft_tokens": acceptance[1],
             "step_seconds": step_s,
         }
         self.block_use = {name: pool.num_used / pool.num_blocks for name, pool in scheduler.blocks.pools.items()}
