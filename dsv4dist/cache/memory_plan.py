@@ -9,6 +9,7 @@ from typing import Any
 from dsv4dist.cache.groups import CacheGroup, cache_groups, plan_num_blocks
 from dsv4dist.checkpoint.parameters import Role, model_parameters
 from dsv4dist.config.model import ModelConfig
+from dsv4dist.config.runtime import MAX_SPECULATIVE_TOKENS
 from dsv4dist.distributed.shard import shard_shape
 from dsv4dist.distributed.tp import TpInfo, check_tp_size
 
@@ -67,9 +68,9 @@ def weight_bytes(config: ModelConfig, tp_size: int, dtype: str) -> int:
     return sum(math.prod(shard_shape(p.shape, p.shard, tp)) * size[p.role] for p in model_parameters(config))
 
 
-def rotary_bytes(config: ModelConfig, num_positions: int) -> int:
-    """Bytes of the rotary tables: one for window-only layers, one for compressed ones."""
-    return 2 * num_positions * config.rope_head_dim * 4
+def rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
+    """Bytes of the rotary tables: one for window-only layers, one for compressed ones; drafts may look further."""
+    return 2 * (max_model_len + MAX_SPECULATIVE_TOKENS) * config.rope_head_dim * 4
 
 
 def _group_rows(group: CacheGroup, context: int) -> list[dict[str, Any]]:

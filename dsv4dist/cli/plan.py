@@ -37,7 +37,9 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Print rows of bytes and counts."""
+    from dsv4dist.cache.groups import cache_groups
     from dsv4dist.cache.memory_plan import GPU_BYTES, MemoryOptions, plan_memory
+    from dsv4dist.step.buffers import bucket_sizes, decode_widths, step_buffer_bytes
 
     _choice("--gpu", gpu, tuple(GPU_BYTES))
     _choice("--dtype", dtype, ("bfloat16", "float32"))
@@ -52,7 +54,12 @@ def command(
     options = MemoryOptions(
         gpu, dtype, kv_cache_dtype, context, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization
     )
-    for row in plan_memory(config, tp, options):
+    rows = plan_memory(config, tp, options)
+    widths = decode_widths(cache_groups(config, kv_cache_dtype), context, tokens_per_request=1)
+    buckets = bucket_sizes(min(max_num_seqs, max_num_batched_tokens))
+    buffer_bytes = step_buffer_bytes(buckets, max_num_seqs, widths)
+    rows.insert(2, {"item": "step buffers", "bytes": buffer_bytes, "per": "rank"})
+    for row in rows:
         print(json.dumps(row) if as_json else _readable(row))
 
 

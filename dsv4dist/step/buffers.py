@@ -31,6 +31,16 @@ def decode_widths(groups: tuple[CacheGroup, ...], max_model_len: int, tokens_per
     return tuple(widths.values())
 
 
+def bucket_shapes(buckets: list[int], max_num_seqs: int, widths: tuple[int, ...]) -> dict[int, PacketShape]:
+    """The fixed layout of every bucket."""
+    return {size: PacketShape(min(size, max_num_seqs), size, widths) for size in buckets}
+
+
+def step_buffer_bytes(buckets: list[int], max_num_seqs: int, widths: tuple[int, ...]) -> int:
+    """Bytes of the step buffer on the device."""
+    return 4 * max(shape.num_words for shape in bucket_shapes(buckets, max_num_seqs, widths).values())
+
+
 class StepBuffers:
     """Holds one decode step on the device, padded to a bucket.
 
@@ -41,14 +51,19 @@ class StepBuffers:
     def __init__(
         self, buckets: list[int], max_num_seqs: int, widths: tuple[int, ...], device: torch.device, poison: bool
     ) -> None:
-        self.shapes = {size: PacketShape(min(size, max_num_seqs), size, widths) for size in buckets}
-        num_words = max(shape.num_words for shape in self.shapes.values())
+        self.shapes = bucket_shapes(buckets, max_num_seqs, widths)
+        num_words = step_buffer_bytes(buckets, max_num_seqs, widths) // 4
         self._host = torch.empty(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.empty(num_words, dtype=torch.int32, device=device)
         if poison:
             self._host.fill_(POISON_WORD)
             self._device.fill_(POISON_WORD)
         self._address = self._device.data_ptr()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self._device.numel() * self._device.element_size()
 
     def bucket_of(self, shape: PacketShape) -> int | None:
         """The smallest bucket that holds a step of this shape; None where none does."""

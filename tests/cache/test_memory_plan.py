@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +12,14 @@ import torch
 from dsv4dist.cache.groups import cache_groups, plan_num_blocks
 from dsv4dist.cache.memory_plan import MemoryOptions, plan_memory, rotary_bytes, weight_bytes
 from dsv4dist.cache.pool import allocate_caches
+from dsv4dist.checkpoint.load import load_parameters
 from dsv4dist.cli.app import run
-from dsv4dist.config.model import parse_model_config
+from dsv4dist.config.model import load_model_config, parse_model_config
 from dsv4dist.config.presets import preset_config
+from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.errors import ConfigError
 from dsv4dist.kernels.paged_cache import Fp8Format
+from dsv4dist.step.buffers import StepBuffers, bucket_sizes, decode_widths, step_buffer_bytes
 from tests.config.test_model import FLASH
 
 OPTIONS = MemoryOptions("mi300x", "bfloat16", "fp8_ds_mla", 131072, 64, 2048, 0.9)
@@ -31,7 +36,20 @@ def test_weights_of_a_rank_by_hand() -> None:
     experts = 43 * 256 * 3 * 4096 * 2048 // 8 * 2
     rest = weight_bytes(preset_config("flash"), 8, "bfloat16") - experts
     assert 0 < rest < experts / 5
-    assert rotary_bytes(preset_config("flash"), 1000) == 2 * 1000 * 64 * 4
+    assert rotary_bytes(preset_config("flash"), 1000) == 2 * 1015 * 64 * 4
+
+
+def test_weights_and_tables_are_those_that_a_rank_holds(checkpoint: Callable[..., Path]) -> None:
+    directory = checkpoint("tiny")
+    config = load_model_config(directory)
+    for size in (1, 2):
+        loaded = load_parameters(directory, config, TpInfo(0, size), torch.bfloat16, torch.device("cpu"))
+        held = sum(tensor.numel() * tensor.element_size() for tensor in loaded.tensors.values())
+        assert held == weight_bytes(config, size, "bfloat16")
+    buckets = bucket_sizes(8)
+    widths = decode_widths(cache_groups(config, "float32"), 1024, 1)
+    buffers = StepBuffers(buckets, 8, widths, torch.device("cpu"), poison=False)
+    assert buffers.num_bytes == step_buffer_bytes(buckets, 8, widths)
 
 
 def test_cache_rows_by_hand() -> None:
