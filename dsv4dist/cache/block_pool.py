@@ -30,11 +30,6 @@ class BlockPool:
         return len(self._free) + len(self._retained)
 
     @property
-    def num_retained(self) -> int:
-        """Blocks that nobody uses and whose contents can still be found."""
-        return len(self._retained)
-
-    @property
     def num_used(self) -> int:
         """Blocks with users."""
         return self.num_blocks - self.num_available

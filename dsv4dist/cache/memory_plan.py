@@ -69,8 +69,8 @@ def weight_bytes(config: ModelConfig, tp_size: int, dtype: str) -> int:
 
 
 def rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
-    """Bytes of the rotary tables: one for window-only layers, one for compressed ones; drafts may look further."""
-    return 2 * (max_model_len + MAX_SPECULATIVE_TOKENS) * config.rope_head_dim * 4
+    """Bytes of the rotary tables, one for each set of frequencies in use; drafts may look further than the model."""
+    return len(config.used_ropes()) * (max_model_len + MAX_SPECULATIVE_TOKENS) * config.rope_head_dim * 4
 
 
 def _group_rows(group: CacheGroup, context: int) -> list[dict[str, Any]]:

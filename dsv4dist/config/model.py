@@ -103,6 +103,10 @@ class ModelConfig:
     def rope_of(self, kind: LayerKind) -> RotaryConfig:
         return self.main_rope if kind is LayerKind.SWA else self.compress_rope
 
+    def used_ropes(self, draft_kinds: tuple[LayerKind, ...] = ()) -> set[RotaryConfig]:
+        """The rotary frequencies that any layer uses, draft layers of `draft_kinds` among them."""
+        return {self.rope_of(kind) for kind in (*self.layer_kinds, *draft_kinds)}
+
     def has(self, kind: LayerKind) -> bool:
         return kind in self.layer_kinds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,8 @@ class Metrics:
     values: dict[str, float] = field(default_factory=dict)
     block_use: dict[str, float] = field(default_factory=dict)
     _exported: dict[str, Any] | None = None
-    _recent: list[tuple[float, int]] = field(default_factory=list)
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+    _recent_tokens: int = 0
 
     def record_step(
         self, scheduler: Scheduler, step_s: float, num_rows: int, num_new_tokens: int, acceptance: tuple[int, int]
@@ -44,14 +46,16 @@ class Metrics:
         acceptance  drafts so far: right ones, all
         """
         now = time.monotonic()
-        self._recent = [(at, count) for at, count in self._recent if now - at < RATE_SPAN_S]
         self._recent.append((now, num_new_tokens))
+        self._recent_tokens += num_new_tokens
+        while now - self._recent[0][0] >= RATE_SPAN_S:
+            self._recent_tokens -= self._recent.popleft()[1]
         span = max(now - self._recent[0][0], step_s)
         cache = scheduler.prefix_cache
         self.values |= {
             "running_requests": len(scheduler.running),
             "waiting_requests": scheduler.num_waiting,
-            "tokens_per_second": sum(count for _, count in self._recent) / span,
+            "tokens_per_second": self._recent_tokens / span,
             "preemptions": scheduler.num_preemptions,
             "cached_tokens": cache.stats.reused_tokens if cache is not None else 0,
             "generated_tokens": self.values.get("generated_tokens", 0) + num_new_tokens,

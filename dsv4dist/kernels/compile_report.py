@@ -123,9 +123,7 @@ def _compile(spec: CompileSpec, arch: str) -> CompileRow:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible},
     )
     amd = arch.startswith("gfx")
-    target = (
-        GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32) if amd else GPUTarget("cuda", int(arch[2:]), 32)
-    )
+    target = GPUTarget("hip" if amd else "cuda", arch if amd else int(arch[2:]), traits_by_name(arch).warp_size)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
     try:
         compiled = triton.compile(source, target=target, options=options)

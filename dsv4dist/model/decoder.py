@@ -68,19 +68,19 @@ class Model:
         self.head = Head(config, weights, weights["head.weight"], comm, ops)
         device = weights["embed.weight"].device
         num_positions = max_model_len + MAX_SPECULATIVE_TOKENS  # drafts may look past the last token
+        draft_kinds = (LayerKind.SWA,) * num_draft_layers
         tables = {
-            kind: rotary_table(rotary, config.rope_head_dim, num_positions, device)
-            for kind, rotary in ((LayerKind.SWA, config.main_rope), (LayerKind.CSA, config.compress_rope))
+            rotary: rotary_table(rotary, config.rope_head_dim, num_positions, device)
+            for rotary in config.used_ropes(draft_kinds)
         }
-        tables[LayerKind.HCA] = tables[LayerKind.CSA]
         self.layers = [
-            DecoderLayer(config, kind, below(weights, f"layers.{index}."), tables[kind], ops, comm)
+            DecoderLayer(config, kind, below(weights, f"layers.{index}."), tables[config.rope_of(kind)], ops, comm)
             for index, kind in enumerate(config.layer_kinds)
         ]
         self.draft = None
         if num_draft_layers:
             own = below(weights, "mtp.0.")
-            layer = DecoderLayer(config, LayerKind.SWA, own, tables[LayerKind.SWA], ops, comm)
+            layer = DecoderLayer(config, LayerKind.SWA, own, tables[config.rope_of(LayerKind.SWA)], ops, comm)
             self.draft = DraftLayer(config, own, layer, self.embed, self.head, comm, ops)
 
     def forward(self, step: StepMetadata, caches: list[LayerCaches]) -> torch.Tensor:

@@ -73,12 +73,12 @@ class StepBuffers:
                 return size
         return None
 
-    def stage(self, packet: npt.NDArray[np.int32], shape: PacketShape, bucket: int) -> dict[str, torch.Tensor]:
-        """Copy a step to the device, padded to `bucket`; returns its sections there (see PacketShape.sections)."""
+    def stage(self, real: Mapping[str, npt.NDArray[np.int32]], bucket: int) -> dict[str, torch.Tensor]:
+        """Copy the sections of a step to the device, padded to `bucket`; returns its sections there."""
         padded = self.shapes[bucket]
         words = padded.num_words
         host = self._host[:words]
-        _pad(split_sections(packet, shape), split_sections(host.numpy(), padded), shape.num_tokens)
+        _pad(real, split_sections(host.numpy(), padded))
         assert self._device.data_ptr() == self._address, (
             "the step buffer moved; captured graphs would read freed memory"
         )
@@ -91,10 +91,8 @@ class StepBuffers:
         return views
 
 
-def _pad(
-    real: Mapping[str, npt.NDArray[np.int32]], padded: Mapping[str, npt.NDArray[np.int32]], num_tokens: int
-) -> None:
+def _pad(real: Mapping[str, npt.NDArray[np.int32]], padded: Mapping[str, npt.NDArray[np.int32]]) -> None:
     for name, target in padded.items():
-        target[...] = num_tokens if name == "query_start_loc" else PADDING.get(name, 0)
+        target[...] = real[name][-1] if name == "query_start_loc" else PADDING.get(name, 0)
         source = real[name]
         target[tuple(slice(0, size) for size in source.shape)] = source

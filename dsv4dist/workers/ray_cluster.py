@@ -37,12 +37,6 @@ class RayConnection:
     _processes: list[Process] = field(default_factory=list)
     _open: bool = True
 
-    def num_gpus(self) -> int:
-        """GPUs in the whole cluster; `--device auto` uses them when there are any."""
-        import ray
-
-        return int(ray.cluster_resources().get("GPU", 0))
-
     def close(self) -> None:
         """Leave the cluster; a private one is ended, and no process of it is left. A second call does nothing."""
         if not self._open:

@@ -99,12 +99,13 @@ class ModelRunner:
         """Run one step.  Raises: WorkerError for a packet that does not fit its header or this run's limits."""
         started = time.perf_counter()
         header = read_header(packet, self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        bucket = self.buffers.bucket_of(header.shape) if _is_decode(packet, header) else None
+        on_host = split_sections(packet, header.shape)
+        bucket = self.buffers.bucket_of(header.shape) if _is_decode(header, on_host) else None
         if bucket is None:
             on_device = torch.from_numpy(packet).to(self.device)
             tokens, logprobs, logits = self._run(split_sections(on_device, header.shape))
         else:
-            tokens = self._decode(self.buffers.stage(packet, header.shape, bucket))[: header.shape.num_requests]
+            tokens = self._decode(self.buffers.stage(on_host, bucket))[: header.shape.num_requests]
             logprobs, logits = torch.empty(0), torch.empty(0, self.config.model.vocab_size)
         return StepResult(
             generation=header.generation,
@@ -192,11 +193,9 @@ class ModelRunner:
         return int(total * self.config.gpu_memory_utilization) - (total - free)
 
 
-def _is_decode(packet: Int32Array, header: PacketHeader) -> bool:
+def _is_decode(header: PacketHeader, sections: dict[str, Int32Array]) -> bool:
     """Whether every request of the step goes on by one decode row, or several with drafts, and wants tokens."""
-    return header.kind is StepKind.DECODE and bool(
-        (split_sections(packet, header.shape)["row_kind"] == RowKind.SAMPLE).all()
-    )
+    return header.kind is StepKind.DECODE and bool((sections["row_kind"] == RowKind.SAMPLE).all())
 
 
 @dataclass(frozen=True)

@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from dsv4dist.checkpoint.parameters import Parameter, Role, Shard, Storage, draft_parameters, model_parameters
-from dsv4dist.config.model import ModelConfig, parse_model_config
+from dsv4dist.config.model import ModelConfig
+from dsv4dist.config.presets import preset_config
 from dsv4dist.distributed.shard import shard_shape
 from dsv4dist.distributed.tp import TpInfo, allowed_tp_sizes
-
-COMMON: dict[str, Any] = {
-    "model_type": "deepseek_v4",
-    "vocab_size": 129280,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "o_lora_rank": 1024,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "num_hash_layers": 3,
-    "num_experts_per_tok": 6,
-    "max_position_embeddings": 1048576,
-}
-FLASH: dict[str, Any] = COMMON | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "index_topk": 512,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
-}
-PRO: dict[str, Any] = COMMON | {
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "o_groups": 16,
-    "index_topk": 1024,
-    "moe_intermediate_size": 3072,
-    "n_routed_experts": 384,
-    "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
-}
 
 
 def stored(parameter: Parameter) -> tuple[int, int]:
@@ -62,12 +25,12 @@ def stored(parameter: Parameter) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("raw", "tensors", "total_bytes"),
-    [(FLASH, 69_187, 159_609_485_896), (PRO, 145_116, 864_704_792_696)],
+    ("release", "tensors", "total_bytes"),
+    [("flash", 69_187, 159_609_485_896), ("pro", 145_116, 864_704_792_696)],
     ids=["flash", "pro"],
 )
-def test_published_totals(raw: dict[str, Any], tensors: int, total_bytes: int) -> None:
-    config = parse_model_config(raw)
+def test_published_totals(release: str, tensors: int, total_bytes: int) -> None:
+    config = preset_config(release)
     sizes = [stored(parameter) for parameter in (*model_parameters(config), *draft_parameters(config))]
     assert sum(count for count, _ in sizes) == tensors
     assert sum(num_bytes for _, num_bytes in sizes) == total_bytes
@@ -75,7 +38,7 @@ def test_published_totals(raw: dict[str, Any], tensors: int, total_bytes: int) -
 
 @pytest.fixture(scope="module")
 def flash() -> ModelConfig:
-    return parse_model_config(FLASH)
+    return preset_config("flash")
 
 
 def test_names_are_unique_and_roles_fit(flash: ModelConfig) -> None:
@@ -111,5 +74,5 @@ def test_what_is_sharded(flash: ModelConfig) -> None:
 
 
 def test_allowed_sizes() -> None:
-    assert [n for n in allowed_tp_sizes(parse_model_config(FLASH)) if n <= 16] == [1, 2, 4, 8]
-    assert [n for n in allowed_tp_sizes(parse_model_config(PRO)) if n <= 32] == [1, 2, 4, 8, 16]
+    assert [n for n in allowed_tp_sizes(preset_config("flash")) if n <= 16] == [1, 2, 4, 8]
+    assert [n for n in allowed_tp_sizes(preset_config("pro")) if n <= 32] == [1, 2, 4, 8, 16]
