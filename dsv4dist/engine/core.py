@@ -90,12 +90,7 @@ class EngineCore:
         Raises: WorkerError when the ranks are lost; every unfinished request has ended with "error" then, and comes
         from the next call.
         """
-        if self._scheduler.has_unfinished:
-            try:
-                self._step()
-            except WorkerError as error:
-                self._fail_unfinished(str(error))
-                raise
+        self._advance()
         return self.take_finished()
 
     def take_finished(self) -> list[RequestOutput]:
@@ -125,8 +120,7 @@ class EngineCore:
         requests = self._submit_many(prompts, params)
         seen = dict.fromkeys(requests, 0)
         try:
-            while any(request.finish_reason is None for request in requests):
-                self.step()
+            for _ in self._serve(requests):
                 for request in requests:
                     if len(request.output_token_ids) > seen[request]:
                         seen[request] = len(request.output_token_ids)
@@ -141,7 +135,7 @@ class EngineCore:
     ) -> list[RequestOutput]:
         """Serve `prompts` to the end; outputs in their order.  Raises: RequestError, WorkerError."""
         requests = self._submit_many(prompts, params or SamplingParams())
-        for _ in self.stream_all():
+        for _ in self._serve(requests):
             pass
         return [self.output_of(request) for request in requests]
 
@@ -167,7 +161,7 @@ class EngineCore:
             requests.append(self._request(request_id, tokens, SamplingParams(), len(tokens), kind))
         for request in requests:
             self._queue(request)
-        for _ in self.stream_all():
+        for _ in self._serve(requests):
             pass
         return [_score_output(request, return_logits) for request in requests]
 
@@ -178,6 +172,27 @@ class EngineCore:
     def acceptance(self) -> tuple[int, int]:
         """Draft tokens that turned out right, and all that were verified."""
         return self._drafts_accepted, self._drafts_proposed
+
+    def _serve(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Run steps until `requests` have ended, yielding after each; what else ends stays for `take_finished`."""
+        own = set(requests)
+        left = set(requests)
+        while left:
+            try:
+                self._advance()
+            finally:
+                left.difference_update(self._finished)
+                self._finished = [request for request in self._finished if request not in own]
+            yield
+
+    def _advance(self) -> None:
+        """Run one step if anything is left to do; when the ranks are lost every unfinished request ends with it."""
+        if self._scheduler.has_unfinished:
+            try:
+                self._step()
+            except WorkerError as error:
+                self._fail_unfinished(str(error))
+                raise
 
     def _step(self) -> None:
         """Plan one step, have it run, and account for what came back."""

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsv4dist.cache.prefix_cache import PrefixStats
 from dsv4dist.engine.scheduler import Scheduler
 
 PREFIX = "dsv4dist_"
@@ -20,6 +21,10 @@ GAUGES = {
 COUNTERS = {
     "preemptions": "Requests that gave their blocks to an older one",
     "cached_tokens": "Prompt tokens found in the prefix cache",
+    "prefix_queries": "Requests looked up in the prefix cache",
+    "prefix_hits": "Requests that resumed behind a cached prefix",
+    "prefix_shortened_hits": "Requests whose cached prefix was longer than what they could resume behind",
+    "prefix_evictions": "Cached blocks given to a new owner",
     "generated_tokens": "Generated tokens",
     "computed_tokens": "Rows of all steps",
     "draft_tokens": "Drafts that were verified",
@@ -52,12 +57,17 @@ class Metrics:
             self._recent_tokens -= self._recent.popleft()[1]
         span = max(now - self._recent[0][0], step_s)
         cache = scheduler.prefix_cache
+        stats = cache.stats if cache is not None else PrefixStats()
         self.values |= {
             "running_requests": len(scheduler.running),
             "waiting_requests": scheduler.num_waiting,
             "tokens_per_second": self._recent_tokens / span,
             "preemptions": scheduler.num_preemptions,
-            "cached_tokens": cache.stats.reused_tokens if cache is not None else 0,
+            "cached_tokens": stats.reused_tokens,
+            "prefix_queries": stats.queries,
+            "prefix_hits": stats.hits,
+            "prefix_shortened_hits": stats.shortened_hits,
+            "prefix_evictions": cache.evictions if cache is not None else 0,
             "generated_tokens": self.values.get("generated_tokens", 0) + num_new_tokens,
             "computed_tokens": self.values.get("computed_tokens", 0) + num_rows,
             "accepted_draft_tokens": acceptance[0],

@@ -141,7 +141,6 @@ class ModelRunner:
         drafts = chosen.new_empty(len(reqs), 0)
         if self.model.draft is not None:
             following = following_tokens(sections["targets"].long(), chosen, verify)
-            accepted_rows = verify.rows.gather(1, num_right.unsqueeze(1)).squeeze(1)
             drafts = propose(
                 self.config.model,
                 self.ops,
@@ -149,7 +148,8 @@ class ModelRunner:
                 step,
                 streams,
                 following,
-                accepted_rows,
+                verify,
+                num_right,
                 self.caches[-1],
                 k,
             )

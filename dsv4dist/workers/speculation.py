@@ -69,23 +69,27 @@ def propose(
     step: StepMetadata,
     streams: torch.Tensor,
     following: torch.Tensor,
-    accepted_rows: torch.Tensor,
+    verify: VerifyRows,
+    num_right: torch.Tensor,
     caches: LayerCaches,
     k: int,
 ) -> torch.Tensor:
     """The next k tokens that the draft layer expects after each request's newest token, [S, k].
 
-        streams        [T, m, Hd] of the step's rows
-        following      [T] the token after each row
-        accepted_rows  [S] the row before each request's newest token
+        streams    [T, m, Hd] of the step's rows
+        following  [T] the token after each row
+        num_right  [S] drafts of each request in `verify` that were right; its newest token follows that choice's row
     Writes the draft layer's window rows of all rows of the step, and of the proposed positions; rows of drafts that
     turn out wrong are written again when their positions are computed.
     """
-    streams = draft.forward(streams, replace(step, token_ids=following), caches)[accepted_rows]
-    token_to_req, positions = step.token_to_req[accepted_rows], step.positions[accepted_rows]
+    newest = verify.rows.gather(1, num_right.unsqueeze(1)).squeeze(1)
+    streams = draft.forward(streams, replace(step, token_ids=following), caches)[newest]
+    token_to_req, positions = step.token_to_req[newest], step.positions[newest]
+    wanted = verify.valid[:, 0]  # a padded request shares the row of a real one, whose window it must not write
     proposed = [draft.head(streams).argmax(dim=-1)]
     for ahead in range(1, k):
-        one = window_metadata(config, ops, step.window, token_to_req, positions + ahead, proposed[-1])
+        position = torch.where(wanted, positions + ahead, -1)
+        one = window_metadata(config, ops, step.window, token_to_req, position, proposed[-1])
         streams = draft.forward(streams, one, caches)
         proposed.append(draft.head(streams).argmax(dim=-1))
     return torch.stack(proposed, dim=1)

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsv4dist import SamplingParams
 from dsv4dist.cache.blocks import BlockManager
-from dsv4dist.cache.groups import cache_groups
+from dsv4dist.cache.groups import STATE, cache_groups
+from dsv4dist.config.model import LayerKind
 from dsv4dist.engine.request import Request
 from dsv4dist.engine.scheduler import ScheduledRequest
 from dsv4dist.engine.step_plan import build_step_plan
+from dsv4dist.kernels.reference.pages import read_entries
 from dsv4dist.workers.executor import NO_TOKEN
 from tests.support.compare import random_tokens
 
@@ -119,3 +122,53 @@ def test_drafts_come_from_the_draft_layer(drafting: Any) -> None:
     assert expected[order[-1]] - expected[order[-2]] > 1e-3, "choose another prompt: the two best drafts nearly tie"
     assert words[1 + MAX_DRAFTS] == order[-1]
     verifier.finish(request)
+
+
+@pytest.mark.parametrize("width", [1, 4, 5, 8, 12])
+def test_caches_after_rejected_drafts_are_those_of_plain_decode(drafting: Any, plain: Any, width: int) -> None:
+    """Every row of every group that a later token reads, against one-token decode of the accepted tokens."""
+    prompt = random_tokens(123)
+    (whole,) = plain.generate([prompt], SamplingParams(max_tokens=24, ignore_eos=True))
+    truth = whole.token_ids
+    rows = []
+    for drafts_wanted in (True, False):
+        verifier = Verifier(drafting)
+        request = verifier.start(prompt)
+        right = 0
+        while len(request.output_token_ids) < 12:
+            at = len(request.output_token_ids)
+            drafts = truth[at : at + right] + [(token + 1) % 512 for token in truth[at + right : at + width - 1]]
+            verifier.verify(request, drafts[: width - 1] if drafts_wanted else [])
+            right = (right + 1) % width
+        while drafts_wanted is False and len(request.output_token_ids) < len(rows[0][0]):
+            verifier.verify(request, [])
+        rows.append((list(request.output_token_ids), read_caches(drafting, request)))
+        verifier.finish(request)
+    (tokens, speculative), (plain_tokens, one_by_one) = rows
+    assert tokens == plain_tokens
+    assert speculative.keys() == one_by_one.keys()
+    for name, values in speculative.items():
+        assert np.isfinite(values).all(), name
+        assert np.abs(values - one_by_one[name]).max() < 1e-5, name
+
+
+def read_caches(engine: Any, request: Request) -> dict[str, np.ndarray]:
+    """The rows of the main layers' caches that tokens after the computed ones read, by layer and cache."""
+    model, done = engine.config.model, request.num_computed
+    found = {}
+    for layer, (kind, caches) in enumerate(zip(model.layer_kinds, engine._executor.runner.caches, strict=False)):
+        wanted = {"window": ("window", range(max(0, done - model.sliding_window + 1), done))}
+        if kind.compress_ratio > 1:
+            wanted["entries"] = ("compressed", range(done // kind.compress_ratio))
+            first = (done // kind.compress_ratio - kind.overlap + 1) * kind.compress_ratio
+            wanted["state"] = (STATE[kind], range(max(0, first), done))
+        if kind is LayerKind.CSA:
+            wanted["index_keys"], wanted["index_state"] = wanted["entries"], wanted["state"]
+        for name, (group, positions) in wanted.items():
+            cache, table = getattr(caches, name), request.tables[group]
+            slots = [
+                table.blocks[at // cache.block_size - table.first_block] * cache.block_size + at % cache.block_size
+                for at in positions
+            ]
+            found[f"layer {layer} {name}"] = read_entries(cache, torch.tensor(slots, dtype=torch.int64)).float().numpy()
+    return found

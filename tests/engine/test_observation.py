@@ -24,6 +24,8 @@ def test_metrics_count_what_happened() -> None:
     assert values["running_requests"] == values["waiting_requests"] == 0
     assert values["computed_tokens"] == engine._executor.rows  # type: ignore[attr-defined]
     assert values["cached_tokens"] == engine._scheduler.prefix_cache.stats.reused_tokens  # type: ignore[union-attr]
+    assert values["prefix_queries"] == 4
+    assert values["prefix_hits"] == (values["cached_tokens"] > 0)
     assert set(engine.metrics.block_use) == {"window", "compressed", "csa_state", "hca_state"}
     assert all(use == 0 for use in engine.metrics.block_use.values())
 

@@ -247,3 +247,12 @@ def test_an_abandoned_stream_leaves_nothing_running() -> None:
 def test_token_ids_that_are_no_integers_are_refused(prompt: list[Any]) -> None:
     with pytest.raises(RequestError, match="is not an integer"):
         simulated_engine().generate([prompt])
+
+
+def test_outputs_of_other_requests_are_kept() -> None:
+    engine = simulated_engine()
+    engine.submit([7], SamplingParams(max_tokens=2, ignore_eos=True), "queued")
+    (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert output.token_ids == alone([1, 2, 3], 20, True)
+    assert [(one.id, one.token_ids) for one in engine.stream_all()] == [("queued", alone([7], 2, True))]
+    assert list(engine.stream_all()) == []
