@@ -52,7 +52,8 @@ class AsyncEngine:
         """Queue a request; the iterator yields its state whenever it has more tokens, the finished state last.
 
         A consumer that stops early or is cancelled aborts its request.
-        Raises: RequestError for a request that cannot be served; the iterator WorkerError when the ranks are lost.
+        Raises: RequestError for a request that cannot be served; WorkerError, also from the iterator, when the ranks
+        are lost or the engine was shut down.
         """
         own_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         loop = asyncio.get_running_loop()

@@ -97,10 +97,15 @@ def test_a_bad_request_is_refused_and_the_others_go_on() -> None:
 
 
 def test_lost_ranks_reach_every_consumer() -> None:
+    async def serve(engine: AsyncEngine, token: int) -> list[RequestOutput]:
+        return await collect(await engine.submit([token], PARAMS))
+
     async def body(engine: AsyncEngine) -> None:
-        streams = [await engine.submit([i], PARAMS) for i in range(3)]
-        results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+        # The ranks may be lost while some are still submitting: then the submission raises.
+        results = await asyncio.gather(*(serve(engine, i) for i in range(3)), return_exceptions=True)
         assert all(isinstance(result, WorkerError) for result in results)
+        with pytest.raises(WorkerError, match="rank 1: lost"):
+            await engine.submit([1], PARAMS)
 
     run(body, break_at=3)
 
