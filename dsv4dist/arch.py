@@ -18,6 +18,7 @@ class ArchTraits:
     compute_units  processors that run thread blocks; split plans aim to fill them
     lds_bytes      shared memory of one thread block
     warp_size      lanes of a wave
+    main_first_tokens  decode steps of at most so many tokens enqueue a layer's main chain first (spec 5.3)
     """
 
     name: str
@@ -25,12 +26,13 @@ class ArchTraits:
     compute_units: int
     lds_bytes: int
     warp_size: int
+    main_first_tokens: int = 0
 
 
 _KNOWN = {
     "cpu": ArchTraits("cpu", Fp8Format.OCP, 1, 0, 1),
     "gfx942": ArchTraits("gfx942", Fp8Format.FNUZ, 304, 64 * 1024, 64),
-    "gfx950": ArchTraits("gfx950", Fp8Format.OCP, 256, 160 * 1024, 64),
+    "gfx950": ArchTraits("gfx950", Fp8Format.OCP, 256, 160 * 1024, 64, main_first_tokens=24),
     "gfx1250": ArchTraits("gfx1250", Fp8Format.OCP, 256, 320 * 1024, 32),
     "sm90": ArchTraits("sm90", Fp8Format.OCP, 132, 227 * 1024, 32),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,14 @@ class LayerCaches:
     state: PagedCache | None = None
     index_keys: PagedCache | None = None
     index_state: PagedCache | None = None
+
+
+def cache_tensors(layers: Iterable[LayerCaches]) -> Iterator[torch.Tensor]:
+    """The memory of every cache of `layers`."""
+    for layer in layers:
+        for cache in (layer.window, layer.entries, layer.state, layer.index_keys, layer.index_state):
+            if cache is not None:
+                yield cache.data
 
 
 def allocate_caches(

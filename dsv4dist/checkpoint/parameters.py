@@ -27,7 +27,7 @@ class Role(Enum):
     """What precision a parameter is computed in, whatever it is stored as (attention spec 1.7)."""
 
     MATRIX = "matrix"  # the run's dtype
-    EXACT = "exact"  # fp32: norms, sinks, biases, position biases, router, compressors, hyper-connections, head
+    EXACT = "exact"  # fp32: norms, sinks, biases, position biases, router, hyper-connections, head
     INDEX = "index"  # int64
 
 
@@ -105,8 +105,8 @@ def _attention_parameters(config: ModelConfig, prefix: str, kind: LayerKind) -> 
 def _compressor_parameters(config: ModelConfig, prefix: str, kind: LayerKind, dim: int) -> Iterator[Parameter]:
     width = kind.overlap * dim
     yield _exact(f"{prefix}ape", (kind.compress_ratio, width))
-    yield _exact(f"{prefix}wkv.weight", (width, config.hidden_size), Storage.BF16)
-    yield _exact(f"{prefix}wgate.weight", (width, config.hidden_size), Storage.BF16)
+    yield _matrix(f"{prefix}wkv.weight", (width, config.hidden_size), Storage.BF16)
+    yield _matrix(f"{prefix}wgate.weight", (width, config.hidden_size), Storage.BF16)
     yield _exact(f"{prefix}norm.weight", (dim,), Storage.BF16)
 
 

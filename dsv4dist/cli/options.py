@@ -30,6 +30,7 @@ HELP: dict[str, str] = {
     "enable_prefix_caching": "Reuse what was computed for an earlier request that begins alike.",
     "speculative_tokens": "Tokens that the checkpoint's draft layer proposes per step; outputs stay the same.",
     "enforce_eager": "Run decode steps without captured graphs.",
+    "run_ahead": "Decode steps that the ranks run per message while no request joins or must end.",
     "kernels": "Implementation of the operations; `dsv4dist info` shows what auto takes.",
     "address": "Ray cluster: auto joins the one of RAY_ADDRESS or else starts a private one; local; HOST:PORT.",
     "seed": "Seed of requests that bring none; the i-th of them uses SEED + i.",
@@ -37,6 +38,7 @@ HELP: dict[str, str] = {
     "trace": "Write where each step's time goes to this file, in Chrome's trace format.",
     "placement_timeout_s": "Seconds to wait for the cluster to place the ranks.",
     "step_timeout_s": "Seconds after which a step that has not ended counts as stuck.",
+    "max_recoveries": "How often in a run lost ranks are started again before unfinished requests end with an error.",
 }
 """Help of each option. A field of EngineConfig without an entry is for Python only."""
 

@@ -29,6 +29,8 @@ class RunConfig:
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     speculative_tokens: int
+    run_ahead: int
+    enforce_eager: bool
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     kernels: str
@@ -72,6 +74,8 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
         max_num_batched_tokens=options.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
         speculative_tokens=options.speculative_tokens,
+        run_ahead=1 if options.speculative_tokens else options.run_ahead,
+        enforce_eager=options.enforce_eager,
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         kernels=options.kernels,

@@ -10,6 +10,7 @@ from dsv4dist.errors import ConfigError, one_error
 DEFAULT_MAX_MODEL_LEN = 32768
 FP8_DS_MLA = "fp8_ds_mla"
 MAX_SPECULATIVE_TOKENS = 15
+MAX_RUN_AHEAD = 64
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda", "rocm"),
@@ -43,6 +44,8 @@ class EngineConfig:
     speculative_tokens: int = 0
     """Tokens that the checkpoint's draft layer proposes per step; outputs are the same with any number."""
     enforce_eager: bool = False
+    run_ahead: int = 4
+    """Decode steps that the ranks run per packet while no request joins or must end; with drafts it is 1."""
     kernels: str = "auto"
     address: str = "auto"
     """Ray: `auto` joins the cluster that RAY_ADDRESS names and else starts a private one, `local`, or HOST:PORT."""
@@ -56,6 +59,8 @@ class EngineConfig:
     """Fill caches and buffers with NaN and out-of-range values when they are allocated; a check that none is read."""
     placement_timeout_s: float = 60.0
     step_timeout_s: float = 300.0
+    max_recoveries: int = 3
+    """How often in a run lost ranks are started again; then what is unfinished ends with an error."""
 
     def check(self) -> None:
         """Refuse impossible values.  Raises: ConfigError naming each option, the value found and what is allowed."""
@@ -71,6 +76,10 @@ class EngineConfig:
             problems.append(
                 f"--speculative-tokens is {self.speculative_tokens}; expected 0 to {MAX_SPECULATIVE_TOKENS}"
             )
+        if not 1 <= self.run_ahead <= MAX_RUN_AHEAD:
+            problems.append(f"--run-ahead is {self.run_ahead}; expected 1 to {MAX_RUN_AHEAD}")
+        if self.max_recoveries < 0:
+            problems.append(f"--max-recoveries is {self.max_recoveries}; expected 0 or more")
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

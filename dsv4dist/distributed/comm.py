@@ -33,6 +33,11 @@ class Communicator(Protocol):
         """This rank's place."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether everything but `barrier` may be captured in a graph."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a contiguous tensor over the ranks in its own dtype, in place; returns it."""
         ...
@@ -58,6 +63,7 @@ class SingleProcess:
     """The collectives of a group of one: no group, no buffers, no work."""
 
     tp = TpInfo()
+    capturable = True
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -86,6 +92,7 @@ class TorchDistributed:
         assert dist.get_world_size() == tp.size, f"{dist.get_world_size()} processes for {tp.size} ranks"
         assert dist.get_rank() == tp.rank, f"process {dist.get_rank()} for rank {tp.rank}"
         self.tp = tp
+        self.capturable = dist.get_backend() == "nccl"
         self._open = True
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -19,16 +19,25 @@ class Ops:
     compress_state: Callable[..., Any]
     compress_store: Callable[..., Any]
     indexer_query: Callable[..., Any]
-    indexer_logits: Callable[..., Any]
-    topk_entries: Callable[..., Any]
+    select_entries: Callable[..., Any]
     window_key_list: Callable[..., Any]
     entry_key_list: Callable[..., Any]
+    visible_key_list: Callable[..., Any]
     sparse_attention: Callable[..., Any]
+    grouped_matmul: Callable[..., Any]
 
 
 def reference_ops() -> Ops:
     """The plain torch implementation of every operation."""
-    from dsv4dist.kernels.reference import compress, indexer, key_lists, norm, q_rope_kv_insert, sparse_attention
+    from dsv4dist.kernels.reference import (
+        compress,
+        grouped_matmul,
+        indexer,
+        key_lists,
+        norm,
+        q_rope_kv_insert,
+        sparse_attention,
+    )
 
     return Ops(
         rms_norm=norm.rms_norm,
@@ -37,11 +46,12 @@ def reference_ops() -> Ops:
         compress_state=compress.compress_state,
         compress_store=compress.compress_store,
         indexer_query=indexer.indexer_query,
-        indexer_logits=indexer.indexer_logits,
-        topk_entries=indexer.topk_entries,
+        select_entries=indexer.select_entries,
         window_key_list=key_lists.window_key_list,
         entry_key_list=key_lists.entry_key_list,
+        visible_key_list=key_lists.visible_key_list,
         sparse_attention=sparse_attention.sparse_attention,
+        grouped_matmul=grouped_matmul.grouped_matmul,
     )
 
 
@@ -50,13 +60,13 @@ def triton_ops() -> Ops:
     try:
         from dsv4dist.kernels._triton import (
             compress,
+            grouped_matmul,
             indexer_logits,
             indexer_query,
             key_lists,
             norm,
             q_rope_kv_insert,
             sparse_decode,
-            topk,
         )
     except ImportError as error:
         raise UnsupportedError(
@@ -70,11 +80,12 @@ def triton_ops() -> Ops:
         compress_state=compress.compress_state,
         compress_store=compress.compress_store,
         indexer_query=indexer_query.indexer_query,
-        indexer_logits=indexer_logits.indexer_logits,
-        topk_entries=topk.topk_entries,
+        select_entries=indexer_logits.select_entries,
         window_key_list=key_lists.window_key_list,
         entry_key_list=key_lists.entry_key_list,
+        visible_key_list=key_lists.visible_key_list,
         sparse_attention=sparse_decode.sparse_attention,
+        grouped_matmul=grouped_matmul.grouped_matmul,
     )
 
 

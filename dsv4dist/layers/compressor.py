@@ -11,7 +11,7 @@ from dsv4dist.step.metadata import CompressedMetadata, StepMetadata
 
 
 class Compressor:
-    """Attention spec 1.5. Replicated on every rank; everything before the cache is fp32."""
+    """Attention spec 1.5. Replicated on every rank; everything between the projections and the cache is fp32."""
 
     def __init__(
         self, weights: dict[str, torch.Tensor], kind: LayerKind, cos_sin: torch.Tensor, eps: float, ops: Ops
@@ -23,14 +23,16 @@ class Compressor:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        kv_score: torch.Tensor,
         step: StepMetadata,
         compressed: CompressedMetadata,
         state: PagedCache,
         entries: PagedCache,
     ) -> None:
-        """Save the states of this step's tokens `x` [T, Hd], then store the entries that they complete."""
-        kv_score = x.float() @ self.wkv_wgate.T
+        """Save the states of this step's tokens, then store the entries that they complete.
+
+        kv_score  fp32 [T, 2 * width]: the tokens times `wkv_wgate`, in any row stride
+        """
         self.ops.compress_state(kv_score, self.ape, step.positions, state, compressed.state_slots)
         self.ops.compress_store(
             state,

@@ -29,16 +29,20 @@ class Indexer:
         step: StepMetadata,
         compressed: CompressedMetadata,
         keys: PagedCache,
-        state: PagedCache,
     ) -> torch.Tensor:
-        """Store this step's index keys and return the selected entries, int32 [T, index_topk], valid ones first."""
-        self.compressor(x, step, compressed, state, keys)
+        """The selected entries, int32 [T, index_topk], valid ones first; `compressor` has stored this step's keys."""
         q = (qr @ self.wq_b.T).view(len(x), self.config.index_n_heads, self.config.index_head_dim)
         q, head_weights = self.ops.indexer_query(
             q, x @ self.weights_proj.T, step.positions, self.cos_sin, keys.fp8_format
         )
-        logits = self.ops.indexer_logits(
-            q, head_weights, keys, compressed.table, step.token_to_req, compressed.visible_lens
+        selected: torch.Tensor = self.ops.select_entries(
+            q,
+            head_weights,
+            keys,
+            compressed.table,
+            step.token_to_req,
+            compressed.visible_lens,
+            self.config.index_topk,
+            compressed.max_visible,
         )
-        selected: torch.Tensor = self.ops.topk_entries(logits, compressed.visible_lens, self.config.index_topk)
         return selected

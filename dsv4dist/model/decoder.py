@@ -11,6 +11,7 @@ from dsv4dist.distributed.comm import Communicator
 from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.kernels.ops import Ops
 from dsv4dist.layers.attention import Attention
+from dsv4dist.layers.overlap import Overlap
 from dsv4dist.layers.rotary import rotary_table
 from dsv4dist.layers.weights import below
 from dsv4dist.model.draft import DraftLayer
@@ -31,6 +32,7 @@ class DecoderLayer:
         cos_sin: torch.Tensor,
         ops: Ops,
         comm: Communicator,
+        overlap: Overlap,
     ) -> None:
         self.ops, self.eps = ops, config.rms_norm_eps
         self.attn_norm, self.ffn_norm = weights["attn_norm.weight"], weights["ffn_norm.weight"]
@@ -38,8 +40,8 @@ class DecoderLayer:
             HyperConnection(config, *(weights[f"hc_{block}_{part}"] for part in ("fn", "base", "scale")))
             for block in ("attn", "ffn")
         )
-        self.attention = Attention(config, kind, below(weights, "attn."), cos_sin, ops, comm)
-        self.moe = MixtureOfExperts(config, below(weights, "ffn."), comm)
+        self.attention = Attention(config, kind, below(weights, "attn."), cos_sin, ops, comm, overlap)
+        self.moe = MixtureOfExperts(config, below(weights, "ffn."), comm, ops)
 
     def __call__(self, streams: torch.Tensor, step: StepMetadata, caches: LayerCaches) -> torch.Tensor:
         x, post, comb = self.hc_attn.mix_in(streams)
@@ -62,8 +64,10 @@ class Model:
         ops: Ops,
         max_model_len: int,
         num_draft_layers: int = 0,
+        overlap: Overlap | None = None,
     ) -> None:
         self.config = config
+        overlap = overlap or Overlap()
         self.embed = Embedding(weights["embed.weight"], tp.split(config.vocab_size).start, comm)
         self.head = Head(config, weights, weights["head.weight"], comm, ops)
         device = weights["embed.weight"].device
@@ -74,13 +78,15 @@ class Model:
             for rotary in config.used_ropes(draft_kinds)
         }
         self.layers = [
-            DecoderLayer(config, kind, below(weights, f"layers.{index}."), tables[config.rope_of(kind)], ops, comm)
+            DecoderLayer(
+                config, kind, below(weights, f"layers.{index}."), tables[config.rope_of(kind)], ops, comm, overlap
+            )
             for index, kind in enumerate(config.layer_kinds)
         ]
         self.draft = None
         if num_draft_layers:
             own = below(weights, "mtp.0.")
-            layer = DecoderLayer(config, LayerKind.SWA, own, tables[config.rope_of(LayerKind.SWA)], ops, comm)
+            layer = DecoderLayer(config, LayerKind.SWA, own, tables[config.rope_of(LayerKind.SWA)], ops, comm, overlap)
             self.draft = DraftLayer(config, own, layer, self.embed, self.head, comm, ops)
 
     def forward(self, step: StepMetadata, caches: list[LayerCaches]) -> torch.Tensor:

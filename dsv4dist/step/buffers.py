@@ -61,6 +61,11 @@ class StepBuffers:
         self._address = self._device.data_ptr()
 
     @property
+    def memory(self) -> torch.Tensor:
+        """The whole buffer on the device."""
+        return self._device
+
+    @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
         return self._device.numel() * self._device.element_size()
@@ -85,10 +90,37 @@ class StepBuffers:
         self._device[:words].copy_(host, non_blocking=True)
         return self.sections(bucket)
 
+    def clear(self, bucket: int) -> dict[str, torch.Tensor]:
+        """Stage a step without requests: all its rows are padding, which writes and sees nothing."""
+        shape = PacketShape(0, 0, (0,) * len(GROUP_NAMES))
+        empty = {name: np.zeros(dims, dtype=np.int32) for name, dims in shape.sections().items()}
+        return self.stage(empty, bucket)
+
     def sections(self, bucket: int) -> dict[str, torch.Tensor]:
         """Views of a bucket's sections on the device; the same memory at every call."""
         views: dict[str, torch.Tensor] = split_sections(self._device, self.shapes[bucket])
         return views
+
+
+class TokenBuffer:
+    """The way of sampled tokens back to the host: one place per step of a packet, so that none waits for the next."""
+
+    def __init__(self, num_steps: int, max_num_seqs: int, words: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty((num_steps, max_num_seqs, words), dtype=torch.int32, pin_memory=on_gpu)
+        self._copied = [torch.cuda.Event() for _ in range(num_steps)] if on_gpu else []
+
+    def write(self, ahead: int, tokens: torch.Tensor) -> None:
+        """Copy `tokens` int32 [requests, words], those of the packet's step `ahead`, behind what the device still does."""
+        self._host[ahead, : len(tokens)].copy_(tokens, non_blocking=True)
+        if self._copied:
+            self._copied[ahead].record()
+
+    def read(self, ahead: int, num_requests: int) -> npt.NDArray[np.int32]:
+        """Wait for step `ahead` and return its tokens, memory of the caller's own."""
+        if self._copied:
+            self._copied[ahead].synchronize()
+        return self._host[ahead, :num_requests].numpy().copy()
 
 
 def _pad(real: Mapping[str, npt.NDArray[np.int32]], padded: Mapping[str, npt.NDArray[np.int32]]) -> None:

@@ -21,8 +21,12 @@ from dsv4dist.step.metadata import CompressedMetadata, StepMetadata
 from dsv4dist.step.visibility import completes_entry, visible_entries
 
 
-def build_metadata(config: ModelConfig, ops: Ops, sections: dict[str, torch.Tensor]) -> StepMetadata:
-    """Derive what layers need from the packet's sections (see workers.packet), int32 tensors on the device."""
+def build_metadata(config: ModelConfig, ops: Ops, sections: dict[str, torch.Tensor], max_len: int) -> StepMetadata:
+    """Derive what layers need from the packet's sections (see workers.packet), int32 tensors on the device.
+
+    max_len  tokens that no sequence of the step exceeds; it fixes the sizes of lists, so that nothing here reads a length
+             on the host
+    """
     starts, seq_lens = sections["query_start_loc"].long(), sections["seq_lens"].long()
     num_tokens = sections["token_ids"].shape[0]
     token = torch.arange(num_tokens, device=starts.device)
@@ -33,7 +37,7 @@ def build_metadata(config: ModelConfig, ops: Ops, sections: dict[str, torch.Tens
     window = _table(sections, WINDOW, WINDOW_BLOCK_TOKENS)
     metadata = window_metadata(config, ops, window, token_to_req, positions, sections["token_ids"].long())
     compressed = {
-        kind: _compressed(kind, ops, sections, token_to_req, positions)
+        kind: _compressed(kind, ops, sections, token_to_req, positions, max_len)
         for kind in (LayerKind.CSA, LayerKind.HCA)
         if config.has(kind)
     }
@@ -68,23 +72,26 @@ def _table(sections: dict[str, torch.Tensor], group: str, block_size: int) -> Bl
 
 
 def _compressed(
-    kind: LayerKind, ops: Ops, sections: dict[str, torch.Tensor], token_to_req: torch.Tensor, positions: torch.Tensor
+    kind: LayerKind,
+    ops: Ops,
+    sections: dict[str, torch.Tensor],
+    token_to_req: torch.Tensor,
+    positions: torch.Tensor,
+    max_len: int,
 ) -> CompressedMetadata:
     ratio = kind.compress_ratio
     table = _table(sections, COMPRESSED, COMPRESSED_BLOCK_TOKENS // ratio)
     state_table = _table(sections, STATE[kind], STATE_BLOCK_TOKENS[kind])
-    visible_lens = visible_entries(positions, ratio)
+    visible_lens, max_visible = visible_entries(positions, ratio), max_len // ratio
     completed = table.slots(token_to_req, positions // ratio)
     key_list = None
     if kind is LayerKind.HCA:
-        longest = int(visible_lens.max()) if visible_lens.numel() else 0
-        entry = torch.arange(longest, device=positions.device)
-        entries = torch.where(entry < visible_lens.unsqueeze(1), entry, ABSENT)
-        key_list = ops.entry_key_list(table, token_to_req, entries)
+        key_list = ops.visible_key_list(table, token_to_req, visible_lens, max_visible)
     return CompressedMetadata(
         table=table,
         entry_slots=torch.where(completes_entry(positions, ratio), completed, ABSENT),
         visible_lens=visible_lens,
+        max_visible=max_visible,
         state_table=state_table,
         state_slots=state_table.slots(token_to_req, positions),
         key_list=key_list,

@@ -17,6 +17,7 @@ class CompressedMetadata:
     table         compressed entries of each request
     entry_slots   [T] int64, the slot of the entry that a token completes, -1 where it completes none
     visible_lens  [T] int64, complete entries at the token's position
+    max_visible   an upper bound of visible_lens, known without reading it
     state_table   compressor states of each request
     state_slots   [T] int64
     key_list      (indices, indptr) of all visible entries (HCA); None where the indexer selects (CSA)
@@ -25,6 +26,7 @@ class CompressedMetadata:
     table: BlockTable
     entry_slots: torch.Tensor
     visible_lens: torch.Tensor
+    max_visible: int
     state_table: BlockTable
     state_slots: torch.Tensor
     key_list: tuple[torch.Tensor, torch.Tensor] | None

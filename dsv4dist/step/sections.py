@@ -8,7 +8,7 @@ from typing import Any
 
 from dsv4dist.cache.groups import GROUP_NAMES
 
-COUNTERS = ("magic", "version", "generation", "step_id", "kind", "num_requests", "num_tokens")
+COUNTERS = ("magic", "version", "generation", "step_id", "kind", "num_steps", "num_requests", "num_tokens")
 HEADER = (*COUNTERS, *(f"{name}.width" for name in GROUP_NAMES))
 """The words before the first section."""
 

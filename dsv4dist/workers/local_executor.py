@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from itertools import chain
 
 import torch
 
 from dsv4dist.distributed.comm import SingleProcess
 from dsv4dist.distributed.tp import TpInfo
+from dsv4dist.errors import WorkerError
 from dsv4dist.workers.executor import RankInfo, StepResult, WorkerReport
 from dsv4dist.workers.packet import Int32Array
 from dsv4dist.workers.runner import RunnerFactory
@@ -23,7 +26,7 @@ class LocalExecutor:
     def __init__(self, factory: RunnerFactory) -> None:
         device = torch.device("cuda:0" if factory.config.device == "cuda" else "cpu")
         self.runner = factory(TpInfo(), SingleProcess(), device)
-        self._result: StepResult | None = None
+        self._results: Iterator[StepResult] = iter(())
 
     def start(self) -> WorkerReport:
         """Load the model and allocate the caches."""
@@ -39,13 +42,18 @@ class LocalExecutor:
             load_s=time.monotonic() - started,
         )
 
-    def submit(self, packet: Int32Array) -> None:
-        self._result = self.runner.execute(packet)
+    def restart(self) -> WorkerReport:
+        """Never possible: what ends this rank ends the caller too."""
+        raise WorkerError("a rank inside the calling process cannot be started again")
+
+    def check(self) -> None:
+        """The rank is there as long as the caller."""
+
+    def submit(self, packet: Int32Array, num_steps: int = 1) -> None:
+        self._results = chain(self._results, self.runner.execute(packet))
 
     def collect(self) -> StepResult:
-        assert self._result is not None, "collect follows submit"
-        result, self._result = self._result, None
-        return result
+        return next(self._results)
 
     def execute(self, packet: Int32Array) -> StepResult:
         self.submit(packet)

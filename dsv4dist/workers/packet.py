@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv4dist.cache.groups import GROUP_NAMES
+from dsv4dist.config.runtime import MAX_RUN_AHEAD
 from dsv4dist.errors import WorkerError
 from dsv4dist.step.sections import HEADER, PacketShape, split_sections
 
 Int32Array = npt.NDArray[np.int32]
 
 MAGIC = 0x44535634
-VERSION = 1
+VERSION = 2
 
 
 class StepKind(IntEnum):
@@ -41,12 +42,17 @@ class RowKind(IntEnum):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step as the driver planned it: header values and int32 sections by name."""
+    """One step as the driver planned it: header values and int32 sections by name.
+
+    num_steps  more than 1: the step and those that follow from it, each request going on by the token it sampled, with
+               the numbers step_id + 1, ...; decode steps without drafts only
+    """
 
     generation: int
     step_id: int
     kind: StepKind
     sections: dict[str, Int32Array]
+    num_steps: int = 1
 
     def pack(self) -> Int32Array:
         """The packet; every section must have the shape that the others imply."""
@@ -56,8 +62,8 @@ class StepPlan:
             widths=tuple(self.sections[f"{name}.blocks"].shape[1] for name in GROUP_NAMES),
         )
         packet = np.empty(shape.num_words, dtype=np.int32)
-        header = (MAGIC, VERSION, self.generation, self.step_id, self.kind, shape.num_requests, shape.num_tokens)
-        packet[: len(HEADER)] = header + shape.widths
+        counters = (MAGIC, VERSION, self.generation, self.step_id, self.kind, self.num_steps)
+        packet[: len(HEADER)] = (*counters, shape.num_requests, shape.num_tokens, *shape.widths)
         views = split_sections(packet, shape)
         assert views.keys() == self.sections.keys(), f"sections differ: {views.keys() ^ self.sections.keys()}"
         for name, values in self.sections.items():
@@ -73,6 +79,7 @@ class PacketHeader:
     generation: int
     step_id: int
     kind: StepKind
+    num_steps: int
     shape: PacketShape
 
 
@@ -86,7 +93,7 @@ def read_header(packet: Int32Array, max_requests: int, max_tokens: int) -> Packe
             f"step packet: magic {values['magic']:#x} version {values['version']}; expected {MAGIC:#x} {VERSION}"
         )
     counts = {name: value for name, value in values.items() if name.startswith("num_") or name.endswith(".width")}
-    limits = {"num_requests": max_requests, "num_tokens": max_tokens}
+    limits = {"num_steps": MAX_RUN_AHEAD, "num_requests": max_requests, "num_tokens": max_tokens}
     for name, value in counts.items():
         if value < 0 or value > limits.get(name, packet.size):
             raise WorkerError(f"step packet: {name} is {value}; the limit is {limits.get(name, packet.size)}")
@@ -97,4 +104,7 @@ def read_header(packet: Int32Array, max_requests: int, max_tokens: int) -> Packe
         raise WorkerError(f"step packet: {packet.size} words; its header asks for {shape.num_words}")
     if values["kind"] not in list(StepKind):
         raise WorkerError(f"step packet: kind {values['kind']} is unknown")
-    return PacketHeader(values["generation"], values["step_id"], StepKind(values["kind"]), shape)
+    kind, num_steps = StepKind(values["kind"]), values["num_steps"]
+    if num_steps != 1 and (num_steps == 0 or kind is not StepKind.DECODE):
+        raise WorkerError(f"step packet: {num_steps} steps of kind {kind.name}; only decode steps can be several")
+    return PacketHeader(values["generation"], values["step_id"], kind, num_steps, shape)

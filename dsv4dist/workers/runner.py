@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dsv4dist.arch import arch_of
 from dsv4dist.cache.groups import cache_groups, check_num_blocks, plan_num_blocks
-from dsv4dist.cache.pool import LayerCaches, allocate_caches
+from dsv4dist.cache.pool import LayerCaches, allocate_caches, cache_tensors
 from dsv4dist.checkpoint.load import load_parameters
 from dsv4dist.config.resolve import RunConfig
 from dsv4dist.distributed.comm import Communicator
 from dsv4dist.distributed.tp import TpInfo
-from dsv4dist.kernels.ops import choose_ops
+from dsv4dist.errors import WorkerError
+from dsv4dist.kernels.ops import choose_kernels, choose_ops
+from dsv4dist.layers.overlap import Overlap
 from dsv4dist.model.decoder import Model
-from dsv4dist.step.buffers import StepBuffers, bucket_sizes, decode_widths
+from dsv4dist.step.buffers import StepBuffers, TokenBuffer, bucket_sizes, decode_widths
 from dsv4dist.step.builder import build_metadata
 from dsv4dist.step.metadata import StepMetadata
 from dsv4dist.step.sections import split_sections
 from dsv4dist.workers.executor import NO_TOKEN, StepResult
+from dsv4dist.workers.graphs import DecodeGraphs, capture_on_all_ranks, describe_capture, eager_reason
 from dsv4dist.workers.packet import Int32Array, PacketHeader, RowKind, StepKind, read_header
 from dsv4dist.workers.sampler import sample, token_logprobs
 from dsv4dist.workers.speculation import VerifyRows, count_right, following_tokens, propose, verify_rows
 
+log = logging.getLogger(__name__)
+
 CPU_CACHE_SHARE = 0.5
 """Share of the free memory of a CPU node that the caches of its ranks may take together, unless a size was given."""
+NUM_SIDE_STREAMS = 2
+"""Chains of a CSA layer beside its queries: two compressors."""
 SCORE_ROWS = 256
 """Rows whose logits are held at once while scoring; results do not depend on it."""
 
@@ -41,6 +51,7 @@ class ModelRunner:
         self.arch = arch_of(device)
         self.ops = choose_ops(config.kernels, device.type, config.model.head_dim)
         self.caches: list[LayerCaches] = []
+        self.graphs: DecodeGraphs | None = None
         self._groups = cache_groups(config.model, config.kv_cache_dtype, config.num_draft_layers)
         self.skipped_draft_tensors = 0
 
@@ -58,6 +69,7 @@ class ModelRunner:
             self.ops,
             self.config.max_model_len,
             self.config.num_draft_layers,
+            self._overlap(),
         )
 
     def cache_block_limits(self) -> dict[str, int]:
@@ -80,10 +92,12 @@ class ModelRunner:
         self.buffers = StepBuffers(
             bucket_sizes(min(config.max_num_seqs * tokens_per_request, config.max_num_batched_tokens)),
             config.max_num_seqs,
-            decode_widths(self._groups, config.max_model_len, tokens_per_request),
+            decode_widths(self._groups, config.max_model_len, max(tokens_per_request, config.run_ahead)),
             self.device,
             config.poison_memory,
         )
+        words = 1 + 2 * config.speculative_tokens
+        self._tokens = TokenBuffer(config.run_ahead, config.max_num_seqs, words, self.device)
         self.caches = allocate_caches(
             config.model,
             num_blocks,
@@ -93,49 +107,91 @@ class ModelRunner:
             config.poison_memory,
             config.num_draft_layers,
         )
+        self._capture()
 
     @torch.inference_mode()
-    def execute(self, packet: Int32Array) -> StepResult:
-        """Run one step.  Raises: WorkerError for a packet that does not fit its header or this run's limits."""
-        started = time.perf_counter()
+    def execute(self, packet: Int32Array) -> Iterator[StepResult]:
+        """Run the steps of a packet; yields the result of each as soon as it is there, while the next one runs.
+
+        Raises: WorkerError for a packet that does not fit its header or this run's limits.
+        """
         header = read_header(packet, self.config.max_num_seqs, self.config.max_num_batched_tokens)
         on_host = split_sections(packet, header.shape)
         bucket = self.buffers.bucket_of(header.shape) if _is_decode(header, on_host) else None
-        if bucket is None:
-            on_device = torch.from_numpy(packet).to(self.device)
-            tokens, logprobs, logits = self._run(split_sections(on_device, header.shape))
-        else:
-            tokens = self._decode(self.buffers.stage(on_host, bucket))[: header.shape.num_requests]
-            logprobs, logits = torch.empty(0), torch.empty(0, self.config.model.vocab_size)
-        return StepResult(
+        if bucket is not None:
+            yield from self._decode_steps(header, on_host, bucket)
+            return
+        if header.num_steps > 1:
+            raise WorkerError(f"step packet: {header.num_steps} steps of {header.shape} fit no step buffer")
+        started = time.perf_counter()
+        on_device = torch.from_numpy(packet).to(self.device)
+        max_len = int(on_host["seq_lens"].max(initial=0))
+        tokens, logprobs, logits = self._run(split_sections(on_device, header.shape), max_len, _all_greedy(on_host))
+        yield StepResult(
             generation=header.generation,
             step_id=header.step_id,
             token_ids=tokens.flatten().to(torch.int32).cpu().numpy(),
             logprobs=logprobs.numpy(),
             logits=logits.numpy(),
-            elapsed_us=int((time.perf_counter() - started) * 1e6),
+            elapsed_us=_microseconds_since(started),
         )
 
-    def _decode(self, sections: dict[str, torch.Tensor]) -> torch.Tensor:
-        """A padded step in which all requests want tokens: a function of the step buffer's contents alone."""
-        step = build_metadata(self.config.model, self.ops, sections)
-        streams = self.model.forward(step, self.caches)
-        return self._sample(streams, step, sections, torch.arange(len(sections["seq_lens"]), device=self.device))
+    def _decode_steps(self, header: PacketHeader, on_host: dict[str, Int32Array], bucket: int) -> Iterator[StepResult]:
+        """Stage the packet once, enqueue all its steps, then read their tokens one after the other."""
+        started, all_greedy, num_requests = time.perf_counter(), _all_greedy(on_host), header.shape.num_requests
+        self.buffers.stage(on_host, bucket)
+        decode = self._decode if self.graphs is None else self.graphs.replay
+        for ahead in range(header.num_steps):
+            self._tokens.write(ahead, decode(bucket, all_greedy)[:num_requests])
+        for ahead in range(header.num_steps):
+            yield StepResult(
+                generation=header.generation,
+                step_id=header.step_id + ahead,
+                token_ids=self._tokens.read(ahead, num_requests).ravel(),
+                logprobs=np.empty(0, np.float32),
+                logits=np.empty((0, self.config.model.vocab_size), np.float32),
+                elapsed_us=_microseconds_since(started),
+            )
+            started = time.perf_counter()
 
-    def _run(self, sections: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _decode(self, bucket: int, all_greedy: bool) -> torch.Tensor:
+        """The padded step in the step buffer, in which all requests want tokens: int32 [requests, 1 + 2k].
+
+        A function of device memory alone, with sizes that follow from the bucket and the run's limits. Without drafts
+        the buffer then holds the step after this one.
+        """
+        sections = self.buffers.sections(bucket)
+        step = build_metadata(self.config.model, self.ops, sections, self.config.max_model_len)
+        streams = self.model.forward(step, self.caches)
+        reqs = torch.arange(len(sections["seq_lens"]), device=self.device)
+        tokens = self._sample(streams, step, sections, reqs, all_greedy).to(torch.int32)
+        if self.model.draft is None:
+            goes_on = sections["row_kind"] == RowKind.SAMPLE
+            sections["token_ids"][: len(reqs)] = torch.where(goes_on, tokens[:, 0], 0)
+            sections["seq_lens"] += goes_on
+        return tokens
+
+    def _run(
+        self, sections: dict[str, torch.Tensor], max_len: int, all_greedy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Any step, at its own size: new tokens, log-probabilities and logits, for those requests that want them."""
-        step = build_metadata(self.config.model, self.ops, sections)
+        step = build_metadata(self.config.model, self.ops, sections, max_len)
         streams = self.model.forward(step, self.caches)
         reqs = torch.nonzero(sections["row_kind"] == RowKind.SAMPLE).flatten()
-        return self._sample(streams, step, sections, reqs), *self._score(streams, sections)
+        return self._sample(streams, step, sections, reqs, all_greedy), *self._score(streams, sections)
 
     def _sample(
-        self, streams: torch.Tensor, step: StepMetadata, sections: dict[str, torch.Tensor], reqs: torch.Tensor
+        self,
+        streams: torch.Tensor,
+        step: StepMetadata,
+        sections: dict[str, torch.Tensor],
+        reqs: torch.Tensor,
+        all_greedy: bool,
     ) -> torch.Tensor:
         """The new tokens and next drafts of the requests `reqs` [S], as [S, 1 + 2k]; see StepResult.token_ids."""
         k = self.config.speculative_tokens
         verify = verify_rows(reqs, sections, k)
-        chosen = self._choose(streams, step, sections, verify)
+        chosen = self._choose(streams, step, sections, verify, all_greedy)
         num_right = count_right(chosen, verify, step.token_ids)
         kept = torch.arange(k + 1, device=self.device) <= num_right.unsqueeze(1)
         drafts = chosen.new_empty(len(reqs), 0)
@@ -156,7 +212,12 @@ class ModelRunner:
         return torch.cat((chosen.masked_fill(~kept, NO_TOKEN), drafts), dim=1)
 
     def _choose(
-        self, streams: torch.Tensor, step: StepMetadata, sections: dict[str, torch.Tensor], verify: VerifyRows
+        self,
+        streams: torch.Tensor,
+        step: StepMetadata,
+        sections: dict[str, torch.Tensor],
+        verify: VerifyRows,
+        all_greedy: bool,
     ) -> torch.Tensor:
         """The model's choice of token after every row of `verify.rows`, [S, 1 + k]."""
         rows, per_row = verify.rows.flatten(), verify.rows.shape[1]
@@ -168,6 +229,7 @@ class ModelRunner:
             sections["top_k"][reqs],
             sections["seed"][reqs],
             step.positions[rows] + 1,
+            all_greedy=all_greedy,
         )
         return chosen.view(-1, per_row)
 
@@ -183,6 +245,27 @@ class ModelRunner:
             wanted.append(logits[kind_of_row[part] == RowKind.SCORE_LOGITS].cpu())
         return torch.cat(logprobs), torch.cat(wanted)
 
+    def _overlap(self) -> Overlap:
+        if self.device.type != "cuda" or self.config.enforce_eager:
+            return Overlap()
+        streams = [torch.cuda.Stream(self.device) for _ in range(NUM_SIDE_STREAMS)]
+        return Overlap(streams, self.arch.main_first_tokens)
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        """Record the decode steps as graphs where that is possible; one line says what it took, or why not."""
+        kernels, _ = choose_kernels(self.config.kernels, self.device.type, self.config.model.head_dim)
+        reason = eager_reason(self.config, kernels, self.comm, self.device)
+        if reason is None:
+            watched = [self.buffers.memory, *cache_tensors(self.caches)] if self.config.poison_memory else []
+            graphs = DecodeGraphs(self._decode, self.buffers, watched)
+            rows, reason = capture_on_all_ranks(graphs, self.comm, self.device)
+            if reason is None:
+                self.graphs = graphs
+                log.info("decode: %s", describe_capture(rows))
+                return
+        log.info("decode runs eagerly: %s", reason)
+
     def _cache_memory_bytes(self) -> int:
         if self.config.kv_cache_memory_bytes is not None:
             return self.config.kv_cache_memory_bytes
@@ -191,6 +274,14 @@ class ModelRunner:
             return int(free * CPU_CACHE_SHARE) // self.tp.size
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total * self.config.gpu_memory_utilization) - (total - free)
+
+
+def _all_greedy(on_host: dict[str, Int32Array]) -> bool:
+    return not (on_host["temperature"].view(np.float32) > 0).any()
+
+
+def _microseconds_since(started: float) -> int:
+    return int((time.perf_counter() - started) * 1e6)
 
 
 def _is_decode(header: PacketHeader, sections: dict[str, Int32Array]) -> bool:

@@ -41,6 +41,8 @@ def sample(
     top_k: torch.Tensor,
     seed: torch.Tensor,
     positions: torch.Tensor,
+    *,
+    all_greedy: bool = False,
 ) -> torch.Tensor:
     """One token per row, int64 [S].
 
@@ -48,18 +50,18 @@ def sample(
         temperature  [S] fp32; 0 = the largest logit, the lowest token on ties
         top_p        [S] fp32 in (0, 1]; top_k [S], 0 = all tokens: sampling is among the likeliest tokens only
         seed         [S, 2]; positions [S]: absolute position of the token to be sampled
+        all_greedy   the caller knows that all temperatures are 0, which saves what drawing costs
     Sampling adds Gumbel noise to the log-probabilities and takes the largest, so that a rounding difference between two
     runs changes a token only where two noisy values nearly tie.
     """
-    tokens = logits.argmax(dim=-1)
-    drawn = torch.nonzero(temperature > 0).flatten()
-    if drawn.numel() == 0:
-        return tokens
-    scaled = (logits[drawn] / temperature[drawn].unsqueeze(1)).double()
-    kept = _keep_likeliest(scaled, top_p[drawn].double(), top_k[drawn])
-    noise = -torch.log(-torch.log(philox_uniform(seed[drawn], positions[drawn], logits.shape[1])))
-    tokens[drawn] = (scaled + noise).masked_fill(~kept, float("-inf")).argmax(dim=-1)
-    return tokens
+    largest = logits.argmax(dim=-1)
+    if all_greedy:
+        return largest
+    drawn = temperature > 0
+    scaled = (logits / torch.where(drawn, temperature, 1.0).unsqueeze(1)).double()
+    kept = _keep_likeliest(scaled, top_p.double(), top_k)
+    noise = -torch.log(-torch.log(philox_uniform(seed, positions, logits.shape[1])))
+    return torch.where(drawn, (scaled + noise).masked_fill(~kept, float("-inf")).argmax(dim=-1), largest)
 
 
 def _keep_likeliest(scaled: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

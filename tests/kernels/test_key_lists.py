@@ -16,9 +16,14 @@ from tests.support.poison import uninitialised_memory_poisoned
 CPU = torch.device("cpu")
 WINDOW = implementations("key_lists.window_key_list")
 ENTRY = implementations("key_lists.entry_key_list")
-VISIBLE = implementations("key_lists.visible_key_list")[1:]
+VISIBLE = implementations("key_lists.visible_key_list")
 COMPACT = implementations("combine_indices.compact_rows", triton="key_lists")
 COMBINE = implementations("combine_indices.combine_indices")
+
+
+def capacity(impl: Implementation, size: int) -> int | None:
+    """The fixed size of a list whose launch reads no length; the reference makes lists as long as they are."""
+    return None if impl.name == "reference" else size
 
 
 def check(lists: tuple[torch.Tensor, torch.Tensor], rows: list[list[int]], capacity: int | None = None) -> None:
@@ -84,7 +89,7 @@ def test_visible(impl: Implementation, count: int, width: int) -> None:
     with uninitialised_memory_poisoned():
         lists = impl.op(on(impl, table), tensor(impl, req), tensor(impl, lens), width)
     rows = [[slot_of(table, r, e) for e in range(min(n, width))] for r, n in zip(req, lens, strict=True)]
-    check(lists, [[slot for slot in row if slot >= 0] for row in rows], count * width)
+    check(lists, [[slot for slot in row if slot >= 0] for row in rows], capacity(impl, count * width))
 
 
 @pytest.mark.parametrize("impl", VISIBLE)
@@ -94,7 +99,7 @@ def test_rows_longer_than_a_tile(impl: Implementation) -> None:
     lens = [2500, 0, 1024, 1025]
     lists = impl.op(on(impl, table), tensor(impl, [0] * 4), tensor(impl, lens), 3000)
     rows = [[slot_of(table, 0, e) for e in range(n)] for n in lens]
-    check(lists, [[slot for slot in row if slot >= 0] for row in rows], 4 * 3000)
+    check(lists, [[slot for slot in row if slot >= 0] for row in rows], capacity(impl, 4 * 3000))
 
 
 @pytest.mark.gpu

@@ -51,7 +51,7 @@ def test_a_layer_alone(
         assert blocks.extend(request.tables, start + count)
         packet = build_step_plan([ScheduledRequest(request, count)], 0, 0).pack()
         sections = split_sections(torch.from_numpy(packet), read_header(packet, 16, 1024).shape)
-        step = build_metadata(config, runner.ops, sections)
+        step = build_metadata(config, runner.ops, sections, start + count)
         rows = torch.from_numpy(x[start : start + count]).float()
         got.append(runner.model.layers[0].attention(rows, step, runner.caches[0]).numpy())
         request.num_computed += count

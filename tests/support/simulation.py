@@ -71,7 +71,15 @@ class SimulatedExecutor:
             self.pages[group.name] = np.full((self.num_blocks[group.name], group.block_tokens), UNWRITTEN, np.int32)
         return WorkerReport(self.num_blocks, [], 0, 0.0)
 
-    def submit(self, packet: Int32Array) -> None:
+    def restart(self) -> WorkerReport:
+        self.generation += 1
+        return self.start()
+
+    def check(self) -> None:
+        pass
+
+    def submit(self, packet: Int32Array, num_steps: int = 1) -> None:
+        assert num_steps == 1
         self._result = self.execute(packet)
 
     def collect(self) -> StepResult:
@@ -189,6 +197,8 @@ def simulated_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching,
         speculative_tokens=speculative_tokens,
+        run_ahead=1,
+        enforce_eager=False,
         gpu_memory_utilization=0.9,
         kv_cache_memory_bytes=None,
         kernels="reference",

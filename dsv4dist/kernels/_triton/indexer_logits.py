@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4dist.arch import ArchTraits
+from dsv4dist.arch import ArchTraits, traits_by_name
 from dsv4dist.errors import ShapeError, UnsupportedError
 from dsv4dist.kernels._triton.block_matmul import FORMATS, arch_traits
+from dsv4dist.kernels._triton.compile_spec import ARCHS, POINTER_OF, CompileSpec, spec
 from dsv4dist.kernels._triton.quantise import decode_e4m3
 from dsv4dist.kernels._triton.topk import topk_entries
 from dsv4dist.kernels.block_table import BlockTable
@@ -181,18 +184,13 @@ def indexer_logits(
     if tokens == 0 or max_entries == 0 or cache.num_slots == 0 or table.blocks.shape[1] == 0:
         return logits.zero_()  # no key is stored anywhere, so every entry is a missing one
     arch = arch_traits(q.device)
-    dot, cast_q, native = _dot_type(q, cache, arch)
-    block_t = 4 if tokens >= MANY_TOKENS and dot != tl.float32 else 1
-    block_n = 64 if block_t == 1 else 128
-    if dot == tl.float32:
-        block_n = 32
-    tiles, groups = -(-max_entries // block_n), -(-tokens // block_t)
+    constants = _constants(q, cache, arch)
+    tiles, groups = -(-max_entries // constants["BLOCK_N"]), -(-tokens // constants["BLOCK_T"])
     if num_splits is None:
         num_splits = max(1, min(tiles, PROGRAMS_PER_UNIT * arch.compute_units // groups))
     data = cache.data
-    fp8 = cache.format is CacheFormat.FP8_INDEX
     _indexer_logits_kernel[(groups, num_splits)](
-        q if not cast_q else q.view(torch.uint8),
+        q.view(torch.uint8) if constants["CAST_Q"] else q,
         weights,
         data,
         table.blocks,
@@ -212,17 +210,8 @@ def indexer_logits(
         data.stride(0),
         table.blocks.stride(0),
         logits.stride(0),
-        FORMAT=FORMATS[cache.fp8_format],
-        CAST_Q=cast_q,
-        NATIVE=native,
-        DOT=dot,
-        BLOCK_SIZE=cache.block_size,
-        BLOCK_T=block_t,
-        BLOCK_N=block_n,
-        BLOCK_H=max(16, triton.next_power_of_2(heads)),
-        BLOCK_D=INDEX_DIM if fp8 else max(32, triton.next_power_of_2(dim)),
-        STAGES=3,
         num_warps=4,
+        **constants,
     )
     return logits
 
@@ -235,8 +224,8 @@ def select_entries(
     token_to_req: torch.Tensor,
     visible_lens: torch.Tensor,
     k: int,
-    *,
     max_entries: int | None = None,
+    *,
     logits_bytes: int = LOGITS_BYTES,
 ) -> torch.Tensor:
     """`indexer_logits` and `topk_entries` in slices of tokens whose logits fit `logits_bytes`: int32 [T, k].
@@ -254,6 +243,28 @@ def select_entries(
         logits = indexer_logits(q[part], weights[part], cache, table, token_to_req[part], lens, max_entries=max_entries)
         parts.append(topk_entries(logits, lens, k))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _constants(q: torch.Tensor, cache: PagedCache, arch: ArchTraits) -> dict[str, Any]:
+    """The kernel's compile-time arguments; only types and sizes of the tensors count."""
+    tokens, heads, dim = q.shape
+    dot, cast_q, native = _dot_type(q, cache, arch)
+    block_t = 4 if tokens >= MANY_TOKENS and dot != tl.float32 else 1
+    block_n = 64 if block_t == 1 else 128
+    if dot == tl.float32:
+        block_n = 32
+    return {
+        "FORMAT": FORMATS[cache.fp8_format],
+        "CAST_Q": cast_q,
+        "NATIVE": native,
+        "DOT": dot,
+        "BLOCK_SIZE": cache.block_size,
+        "BLOCK_T": block_t,
+        "BLOCK_N": block_n,
+        "BLOCK_H": max(16, triton.next_power_of_2(heads)),
+        "BLOCK_D": INDEX_DIM if cache.format is CacheFormat.FP8_INDEX else max(32, triton.next_power_of_2(dim)),
+        "STAGES": 3,
+    }
 
 
 def _dot_type(q: torch.Tensor, cache: PagedCache, arch: ArchTraits) -> tuple[tl.dtype, int, bool]:
@@ -303,3 +314,37 @@ def _check(
         raise ShapeError(
             "index cache", f"float [blocks, {cache.block_size}, {dim}]", f"{data.dtype} {list(data.shape)}"
         )
+
+
+def compile_specs() -> list[CompileSpec]:
+    """64 index heads of 128 channels over blocks of 64 keys, fp8 and bf16, one token a program and several."""
+    specs = []
+    for arch in map(traits_by_name, ARCHS):
+        for kind in ("fp8", "bf16"):
+            fp8_format = arch.fp8_format if kind == "fp8" else None
+            dtype = fp8_format.torch_dtype if fp8_format else torch.bfloat16
+            for tokens in (1, MANY_TOKENS):
+                q = torch.empty((tokens, 64, INDEX_DIM), dtype=dtype, device="meta")
+                if fp8_format:
+                    data = torch.empty((1, 64 * (INDEX_DIM + INDEX_SCALE_BYTES)), dtype=torch.uint8, device="meta")
+                    cache = PagedCache(data, 64, CacheFormat.FP8_INDEX, fp8_format)
+                else:
+                    cache = PagedCache(torch.empty((1, 64, INDEX_DIM), dtype=dtype, device="meta"), 64)
+                values = _constants(q, cache, arch)
+                specs.append(_spec(f"{kind} x{values['BLOCK_T']}", q, cache, values, arch.name))
+    return specs
+
+
+def _spec(name: str, q: torch.Tensor, cache: PagedCache, values: dict[str, Any], arch: str) -> CompileSpec:
+    q_type, data_type = (POINTER_OF[str(one.dtype).removeprefix("torch.")] for one in (q, cache.data))
+    counts = ("num_tokens", "num_heads", "dim", "max_entries", "num_blocks", "table_width")
+    strides = ("q_token", "q_head", "weights", "block", "table", "logits")
+    signature = {
+        "q_ptr": "*u8" if values["CAST_Q"] else q_type, "weights_ptr": "*fp32", "data_ptr": data_type,
+        "blocks_ptr": "*i32", "first_block_ptr": "*i32", "token_to_req_ptr": "*i64", "lens_ptr": "*i64",
+        "logits_ptr": "*fp32", **dict.fromkeys(counts, "i32"), **{f"stride_{one}": "i32" for one in strides},
+    }  # fmt: skip
+    return spec(
+        _indexer_logits_kernel, f"indexer_logits {name}", signature, constexprs=values, unaligned=("stride_table",),
+        aligned=("num_heads", "dim"), large=("data_ptr",), archs=(arch,), has_dot=True,
+    )  # fmt: skip

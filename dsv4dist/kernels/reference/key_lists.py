@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4dist.kernels.block_table import BlockTable
+from dsv4dist.kernels.block_table import ABSENT, BlockTable
 
 
 def ragged(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,3 +28,12 @@ def entry_key_list(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The slots of the compressed `entries` [T, width] (negative = absent) of each token's request (3.4, 3.5)."""
     return ragged(table.slots(token_to_req.unsqueeze(1).expand_as(entries), entries))
+
+
+def visible_key_list(
+    table: BlockTable, token_to_req: torch.Tensor, visible_lens: torch.Tensor, max_entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of entries 0 to visible_lens[t] - 1 of each token's request, at most `max_entries` of them (3.4)."""
+    longest = min(int(visible_lens.max()), max_entries) if visible_lens.numel() else 0
+    entry = torch.arange(longest, device=visible_lens.device)
+    return entry_key_list(table, token_to_req, torch.where(entry < visible_lens.unsqueeze(1), entry, ABSENT))
