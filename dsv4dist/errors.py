@@ -30,6 +30,10 @@ class UnsupportedError(Dsv4Error):
     """A combination of options, device and operation that does not exist."""
 
 
+class MeasurementError(Dsv4Error):
+    """Some measurements of a run failed; the others are shown."""
+
+
 class PlacementError(Dsv4Error):
     """The cluster cannot place the ranks that were asked for."""
 

@@ -8,15 +8,22 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
+from dsv4dist.errors import ConfigError
+
 Result = TypeVar("Result")
+
+COMMON_FIELDS = ("hardware", "versions", "commit", "command")
+"""What `machine` adds to every row."""
+_NOT_IN_MARKDOWN = {*COMMON_FIELDS, "bench", "bytes", "flops"}
 
 
 @dataclass(frozen=True)
@@ -59,22 +66,83 @@ def machine() -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Print rows: one JSON object a line with everything, or a table of what differs."""
-    if as_json:
-        common = machine()
-        for row in rows:
-            print(json.dumps(row | common))
-        return
+def show(rows: Iterable[dict[str, Any]], as_json: bool, stream: IO[str] | None = None) -> list[dict[str, Any]]:
+    """Print rows to `stream` or standard output, and return them.
+
+    As JSON each row is one line with everything, written as soon as it is there; else a table of what differs, one for
+    each operation where rows have a field `op`.
+    """
+    stream, shown = stream or sys.stdout, []
+    common = machine() if as_json else {}
+    for row in rows:
+        shown.append(row)
+        if as_json:
+            print(json.dumps(row | common), file=stream, flush=True)
+    for table in () if as_json else _tables(shown):
+        names, cells = _cells(table)
+        widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
+        for line in (names, *cells):
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), file=stream)
+    return shown
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows that `show` wrote as JSON.  Raises: ConfigError naming the first line that is none."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or "bench" not in row:
+            raise ConfigError(f"{path} line {number}: not a row of `dsv4dist bench --json`; remove the line")
+        rows.append(row)
+    if not rows:
+        raise ConfigError(f"{path}: holds no rows; write some with `dsv4dist bench ... --json`")
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Recorded rows as markdown: a line with the machine of each run, then one table per operation.
+
+    Bytes and operations are left out: the floor says what they amount to.
+    """
+    lines = []
+    for _, run in groupby(rows, lambda row: [row.get(name) for name in COMMON_FIELDS]):
+        table_rows = list(run)
+        common = table_rows[0]
+        versions = ", ".join(f"{name} {version}" for name, version in common.get("versions", {}).items())
+        lines += [f"{common.get('hardware')}; {versions}; commit {common.get('commit')}; `{common.get('command')}`", ""]
+        for table in _tables(table_rows):
+            names, cells = _cells([{key: row[key] for key in row if key not in _NOT_IN_MARKDOWN} for row in table])
+            numeric = [all(_is_number(row.get(name)) for row in table) for name in names]
+            lines += [_line(names), _line(["--:" if one else "---" for one in numeric]), *map(_line, cells), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _tables(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    return [list(table) for _, table in groupby(rows, lambda row: row.get("op"))]
+
+
+def _cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
-    for line in (names, *cells):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    return names, [[_cell(row.get(name)) for name in names] for row in rows]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return "" if value is None else str(value)
 
 
 def _hardware() -> str:

@@ -61,9 +61,9 @@ def plan_memory(config: ModelConfig, tp_size: int, options: MemoryOptions) -> li
 
 
 def weight_bytes(config: ModelConfig, tp_size: int, dtype: str) -> int:
-    """Bytes of one rank's parameters in the types that they are computed in."""
+    """Bytes of one rank's parameters in the types that they are computed in; less where fp8 projections stay fp8."""
     matrix = {"float32": 4, "bfloat16": 2}[dtype]
-    size = {Role.MATRIX: matrix, Role.EXACT: 4, Role.INDEX: 8}
+    size = {Role.MATRIX: matrix, Role.LINEAR: matrix, Role.EXACT: 4, Role.INDEX: 8}
     tp = TpInfo(0, tp_size)
     return sum(math.prod(shard_shape(p.shape, p.shard, tp)) * size[p.role] for p in model_parameters(config))
 

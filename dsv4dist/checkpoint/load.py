@@ -20,7 +20,15 @@ from dsv4dist.config.model import ModelConfig
 from dsv4dist.distributed.shard import shard_shape, shard_slices
 from dsv4dist.distributed.tp import TpInfo, check_tp_size
 from dsv4dist.errors import CheckpointError
-from dsv4dist.kernels.fp8 import FP4_BLOCK, WEIGHT_BLOCK, dequantise_block_fp8, dequantise_fp4
+from dsv4dist.kernels.fp8 import (
+    FP4_BLOCK,
+    WEIGHT_BLOCK,
+    decode_scale_byte,
+    dequantise_block_fp8,
+    dequantise_fp4,
+    ocp_bytes_to_fnuz,
+)
+from dsv4dist.kernels.paged_cache import Fp8Format
 
 
 @dataclass
@@ -40,12 +48,16 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device,
     num_draft_layers: int = 0,
+    keep_fp8: Fp8Format | None = None,
 ) -> LoadedParameters:
     """Load this rank's slice of every parameter of the main model, and of the first draft layers, onto `device`.
 
     Keys are release names. Matrices come in `dtype`, exact parameters in fp32, index tables in int64. Routed experts
     are stacked: `layers.N.ffn.experts.w1.weight` and `.w3.weight` [E, I/n, D], `.w2.weight` [E, D, I/n]. Every tensor
     owns its memory; none refers to the files afterwards.
+
+    keep_fp8  the encoding in which attention's projections that are stored as fp8 stay fp8, if their share is made of
+              whole blocks: `<name>.weight` then comes with `<name>.scale`, fp32 [rows / 128, columns / 128]
     Raises: ConfigError for a group size that does not divide the model; CheckpointError with all missing, unexpected,
     mis-shaped and mistyped tensors, before any data is read, or naming the tensor whose data is unusable.
     """
@@ -54,6 +66,9 @@ def load_parameters(
     loaded = LoadedParameters(skipped_draft_tensors=summary.skipped_draft_tensors, unknown_names=summary.unknown_names)
     with _TensorFiles() as files:
         for source in summary.sources:
+            if keep_fp8 is not None and _may_stay_fp8(source, tp):
+                _load_fp8(loaded.tensors, source, tp, files, device, keep_fp8)
+                continue
             target = _target(loaded.tensors, source.parameter, config, tp, dtype, device)
             _fill(target, source, tp, files)
             if source.parameter.role is Role.INDEX:
@@ -76,7 +91,7 @@ def _target(
     device: torch.device,
 ) -> Tensor:
     """The memory that a parameter is read into: its own tensor, or its expert's part of the stacked one."""
-    types = {Role.MATRIX: dtype, Role.EXACT: torch.float32, Role.INDEX: torch.int64}
+    types = {Role.MATRIX: dtype, Role.LINEAR: dtype, Role.EXACT: torch.float32, Role.INDEX: torch.int64}
     shape, kind = local_shape(parameter, tp), types[parameter.role]
     place = stacked_name(parameter.name)
     if place is None:
@@ -114,6 +129,35 @@ def _fill(target: Tensor, source: Source, tp: TpInfo, files: _TensorFiles) -> No
             columns.start - wide_columns.start : columns.stop - wide_columns.start,
         ]
     )
+
+
+def _may_stay_fp8(source: Source, tp: TpInfo) -> bool:
+    parameter = source.parameter
+    if parameter.role is not Role.LINEAR or source.encoding is not Encoding.FP8_BLOCK:
+        return False
+    window = shard_slices(parameter.shape, parameter.shard, tp)
+    return all(part.start % WEIGHT_BLOCK == 0 and part.stop % WEIGHT_BLOCK == 0 for part in window)
+
+
+def _load_fp8(
+    tensors: dict[str, Tensor],
+    source: Source,
+    tp: TpInfo,
+    files: _TensorFiles,
+    device: torch.device,
+    fp8_format: Fp8Format,
+) -> None:
+    """Read a share of whole blocks as it is stored, or as the other encoding's bytes, with fp32 scales."""
+    assert source.scale is not None, "quantised sources have a scale"
+    rows, columns = shard_slices(source.parameter.shape, source.parameter.shard, tp)
+    data = files.read(source.entry, (rows, columns)).to(device, copy=True)
+    stored = files.read(source.scale, (_blocks(rows, WEIGHT_BLOCK), _blocks(columns, WEIGHT_BLOCK)))
+    _check_scale(source.scale, stored)
+    scale = (stored if stored.dtype == torch.float32 else decode_scale_byte(stored)).to(device, copy=True)
+    if fp8_format is Fp8Format.FNUZ:
+        data, scale = ocp_bytes_to_fnuz(data), 2 * scale
+    tensors[source.parameter.name] = data.view(fp8_format.torch_dtype)
+    tensors[source.parameter.name.removesuffix("weight") + "scale"] = scale
 
 
 def _widened(part: slice, block: int, size: int) -> slice:

@@ -27,6 +27,7 @@ class Role(Enum):
     """What precision a parameter is computed in, whatever it is stored as (attention spec 1.7)."""
 
     MATRIX = "matrix"  # the run's dtype
+    LINEAR = "linear"  # the run's dtype, or fp8 with its block scales as stored: attention's projections
     EXACT = "exact"  # fp32: norms, sinks, biases, position biases, router, hyper-connections, head
     INDEX = "index"  # int64
 
@@ -86,18 +87,18 @@ def _attention_parameters(config: ModelConfig, prefix: str, kind: LayerKind) -> 
     hidden, heads, dim, q_rank = config.hidden_size, config.num_attention_heads, config.head_dim, config.q_lora_rank
     grouped = config.o_groups * config.o_lora_rank
     yield Parameter(f"{prefix}attn_sink", (heads,), Storage.FP32, Role.EXACT, Shard.ROWS)
-    yield _matrix(f"{prefix}wq_a.weight", (q_rank, hidden))
+    yield _linear(f"{prefix}wq_a.weight", (q_rank, hidden))
     yield _exact(f"{prefix}q_norm.weight", (q_rank,), Storage.BF16)
-    yield _matrix(f"{prefix}wq_b.weight", (heads * dim, q_rank), shard=Shard.ROWS)
-    yield _matrix(f"{prefix}wkv.weight", (dim, hidden))
+    yield _linear(f"{prefix}wq_b.weight", (heads * dim, q_rank), shard=Shard.ROWS)
+    yield _linear(f"{prefix}wkv.weight", (dim, hidden))
     yield _exact(f"{prefix}kv_norm.weight", (dim,), Storage.BF16)
-    yield _matrix(f"{prefix}wo_a.weight", (grouped, config.group_input_size), shard=Shard.ROWS)
-    yield _matrix(f"{prefix}wo_b.weight", (hidden, grouped), shard=Shard.COLUMNS)
+    yield _linear(f"{prefix}wo_a.weight", (grouped, config.group_input_size), shard=Shard.ROWS)
+    yield _linear(f"{prefix}wo_b.weight", (hidden, grouped), shard=Shard.COLUMNS)
     if kind is not LayerKind.SWA:
         yield from _compressor_parameters(config, f"{prefix}compressor.", kind, dim)
     if kind is LayerKind.CSA:
         index_heads, index_dim = config.index_n_heads, config.index_head_dim
-        yield _matrix(f"{prefix}indexer.wq_b.weight", (index_heads * index_dim, q_rank))
+        yield _linear(f"{prefix}indexer.wq_b.weight", (index_heads * index_dim, q_rank))
         yield _matrix(f"{prefix}indexer.weights_proj.weight", (index_heads, hidden), Storage.BF16)
         yield from _compressor_parameters(config, f"{prefix}indexer.compressor.", kind, index_dim)
 
@@ -133,3 +134,7 @@ def _matrix(
     name: str, shape: tuple[int, ...], storage: Storage = Storage.FP8, shard: Shard = Shard.REPLICATED
 ) -> Parameter:
     return Parameter(name, shape, storage, Role.MATRIX, shard)
+
+
+def _linear(name: str, shape: tuple[int, ...], shard: Shard = Shard.REPLICATED) -> Parameter:
+    return Parameter(name, shape, Storage.FP8, Role.LINEAR, shard)

@@ -99,10 +99,14 @@ def ocp_to_fnuz(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     byte = scale_bytes(scale)
     if bool((byte == 254).any()):
         raise UnsupportedError("scale byte 254 (2^127) cannot be doubled for the FNUZ encoding")
+    return ocp_bytes_to_fnuz(data), (byte + 1).where(byte < NAN_SCALE_BYTE, byte)
+
+
+def ocp_bytes_to_fnuz(data: Tensor) -> Tensor:
+    """OCP bytes as FNUZ bytes, uint8, which are worth half: -0 becomes 0, NaN becomes 0x80."""
     raw = data.view(torch.uint8)
     nan = (raw & 0x7F) == 0x7F
-    fnuz = raw.masked_fill(raw == 0x80, 0).masked_fill(nan, 0x80)
-    return fnuz, (byte + 1).where(byte < NAN_SCALE_BYTE, byte)
+    return raw.masked_fill(raw == 0x80, 0).masked_fill(nan, 0x80)
 
 
 def quantise_groups(values: Tensor, fp8_format: Fp8Format, group: int = 64) -> tuple[Tensor, Tensor]:

@@ -25,12 +25,14 @@ class Ops:
     visible_key_list: Callable[..., Any]
     sparse_attention: Callable[..., Any]
     grouped_matmul: Callable[..., Any]
+    fp8_weight_linear: Callable[..., Any]
 
 
 def reference_ops() -> Ops:
     """The plain torch implementation of every operation."""
     from dsv4dist.kernels.reference import (
         compress,
+        fp8_linear,
         grouped_matmul,
         indexer,
         key_lists,
@@ -52,6 +54,7 @@ def reference_ops() -> Ops:
         visible_key_list=key_lists.visible_key_list,
         sparse_attention=sparse_attention.sparse_attention,
         grouped_matmul=grouped_matmul.grouped_matmul,
+        fp8_weight_linear=fp8_linear.fp8_weight_linear,
     )
 
 
@@ -60,6 +63,7 @@ def triton_ops() -> Ops:
     try:
         from dsv4dist.kernels._triton import (
             compress,
+            fp8_linear,
             grouped_matmul,
             indexer_logits,
             indexer_query,
@@ -86,6 +90,7 @@ def triton_ops() -> Ops:
         visible_key_list=key_lists.visible_key_list,
         sparse_attention=sparse_decode.sparse_attention,
         grouped_matmul=grouped_matmul.grouped_matmul,
+        fp8_weight_linear=fp8_linear.fp8_weight_linear,
     )
 
 

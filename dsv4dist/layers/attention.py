@@ -15,7 +15,7 @@ from dsv4dist.kernels.paged_cache import PagedCache
 from dsv4dist.kernels.segments import Segment
 from dsv4dist.layers.compressor import Compressor
 from dsv4dist.layers.indexer import Indexer
-from dsv4dist.layers.linear import product_in_fp32
+from dsv4dist.layers.linear import Linear, product_in_fp32
 from dsv4dist.layers.overlap import Overlap
 from dsv4dist.layers.weights import below
 from dsv4dist.step.metadata import StepMetadata
@@ -36,12 +36,13 @@ class Attention:
     ) -> None:
         self.config, self.kind, self.cos_sin, self.ops, self.comm = config, kind, cos_sin, ops, comm
         self.overlap = overlap
-        self.wq_a_wkv = torch.cat((weights["wq_a.weight"], weights["wkv.weight"]))
+        self.wq_a_wkv = Linear(weights, ("wq_a", "wkv"), ops)
         self.q_norm, self.kv_norm = weights["q_norm.weight"], weights["kv_norm.weight"]
-        self.wq_b = weights["wq_b.weight"]
+        self.wq_b = Linear(weights, ("wq_b",), ops)
         self.attn_sink = weights["attn_sink"]
-        self.wo_a = weights["wo_a.weight"].view(-1, config.o_lora_rank, config.group_input_size)
-        self.wo_b = weights["wo_b.weight"]
+        groups = len(weights["wo_a.weight"]) // config.o_lora_rank
+        self.wo_a = Linear(weights, ("wo_a",), ops, groups)
+        self.wo_b = Linear(weights, ("wo_b",), ops)
         self.compressor = self.indexer = None
         if kind is not LayerKind.SWA:
             self.compressor = Compressor(below(weights, "compressor."), kind, cos_sin, config.rms_norm_eps, ops)
@@ -68,8 +69,8 @@ class Attention:
     def _queries(self, x: torch.Tensor, step: StepMetadata, caches: LayerCaches) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated queries [T, h, D] and their low-rank form [T, Lq]; stores this step's window rows."""
         eps = self.config.rms_norm_eps
-        qr, kv = self.ops.qr_kv_norm(x @ self.wq_a_wkv.T, self.q_norm, self.kv_norm, eps)
-        q = (qr @ self.wq_b.T).view(x.shape[0], len(self.wq_b) // self.config.head_dim, self.config.head_dim)
+        qr, kv = self.ops.qr_kv_norm(self.wq_a_wkv(x), self.q_norm, self.kv_norm, eps)
+        q = self.wq_b(qr).view(x.shape[0], -1, self.config.head_dim)
         q = self.ops.q_rope_kv_insert(q, kv, step.positions, self.cos_sin, caches.window, step.window_slots, eps)
         return q, qr
 
@@ -96,7 +97,9 @@ class Attention:
 
     def _fuse_compressors(self) -> None:
         """Keep the weights of the layer's compressors as parts of one matrix (attention spec 6.6)."""
-        compressors = [one for one in (self.compressor, self.indexer and self.indexer.compressor) if one is not None]
+        compressors = [] if self.compressor is None else [self.compressor]
+        if self.indexer is not None:
+            compressors.append(self.indexer.compressor)
         if compressors:
             self.compressor_weights = torch.cat([one.wkv_wgate for one in compressors])
             parts = self.compressor_weights.split([len(one.wkv_wgate) for one in compressors])
@@ -120,7 +123,5 @@ class Attention:
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Grouped output projection of out [T, h, D]; each rank holds whole groups, the sum over ranks is y."""
-        groups = self.wo_a.shape[0]
-        grouped = out.reshape(out.shape[0], groups, self.config.group_input_size)
-        z = torch.einsum("tgi,goi->tgo", grouped, self.wo_a).flatten(1)
-        return self.comm.all_reduce(z @ self.wo_b.T)
+        z = self.wo_a(out.reshape(out.shape[0], -1, self.config.group_input_size))
+        return self.comm.all_reduce(self.wo_b(z))

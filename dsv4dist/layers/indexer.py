@@ -8,6 +8,7 @@ from dsv4dist.config.model import LayerKind, ModelConfig
 from dsv4dist.kernels.ops import Ops
 from dsv4dist.kernels.paged_cache import PagedCache
 from dsv4dist.layers.compressor import Compressor
+from dsv4dist.layers.linear import Linear
 from dsv4dist.layers.weights import below
 from dsv4dist.step.metadata import CompressedMetadata, StepMetadata
 
@@ -16,7 +17,7 @@ class Indexer:
     """Attention spec 1.6. Replicated: every rank scores all index heads, and so selects the same entries."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], cos_sin: torch.Tensor, ops: Ops) -> None:
-        self.wq_b = weights["wq_b.weight"]
+        self.wq_b = Linear(weights, ("wq_b",), ops)
         self.weights_proj = weights["weights_proj.weight"]
         own = below(weights, "compressor.")
         self.compressor = Compressor(own, LayerKind.CSA, cos_sin, config.rms_norm_eps, ops)
@@ -31,7 +32,7 @@ class Indexer:
         keys: PagedCache,
     ) -> torch.Tensor:
         """The selected entries, int32 [T, index_topk], valid ones first; `compressor` has stored this step's keys."""
-        q = (qr @ self.wq_b.T).view(len(x), self.config.index_n_heads, self.config.index_head_dim)
+        q = self.wq_b(qr).view(len(x), self.config.index_n_heads, self.config.index_head_dim)
         q, head_weights = self.ops.indexer_query(
             q, x @ self.weights_proj.T, step.positions, self.cos_sin, keys.fp8_format
         )

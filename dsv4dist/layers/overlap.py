@@ -20,11 +20,13 @@ class Overlap:
 
     def __init__(self, streams: Sequence[torch.cuda.Stream] = (), main_first_tokens: int = 0) -> None:
         self._streams, self._main_first_tokens = tuple(streams), main_first_tokens
+        self.enabled = True
+        """Unset to capture in sequence, for comparison."""
 
     @property
     def is_open(self) -> bool:
         """Whether chains given to `run` now would overlap."""
-        return bool(self._streams) and torch.cuda.is_current_stream_capturing()
+        return self.enabled and bool(self._streams) and torch.cuda.is_current_stream_capturing()
 
     def run(self, main: Callable[[], R], others: Sequence[Callable[[], None]], num_tokens: int) -> R:
         """Run `main` and then the others, or all at once; whatever follows on the current stream sees all of them."""

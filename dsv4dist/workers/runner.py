@@ -49,6 +49,7 @@ class ModelRunner:
         self.config, self.tp, self.comm, self.device = config, tp, comm, device
         self.dtype = getattr(torch, config.dtype)
         self.arch = arch_of(device)
+        self._kernels, _ = choose_kernels(config.kernels, device.type, config.model.head_dim)
         self.ops = choose_ops(config.kernels, device.type, config.model.head_dim)
         self.caches: list[LayerCaches] = []
         self.graphs: DecodeGraphs | None = None
@@ -58,7 +59,13 @@ class ModelRunner:
     def load(self) -> None:
         """Read this rank's share of the checkpoint and build the model.  Raises: CheckpointError."""
         loaded = load_parameters(
-            self.config.directory, self.config.model, self.tp, self.dtype, self.device, self.config.num_draft_layers
+            self.config.directory,
+            self.config.model,
+            self.tp,
+            self.dtype,
+            self.device,
+            self.config.num_draft_layers,
+            keep_fp8=self.arch.fp8_format if self._keeps_fp8 else None,
         )
         self.skipped_draft_tensors = loaded.skipped_draft_tensors
         self.model = Model(
@@ -245,6 +252,11 @@ class ModelRunner:
             wanted.append(logits[kind_of_row[part] == RowKind.SCORE_LOGITS].cpu())
         return torch.cat(logprobs), torch.cat(wanted)
 
+    @property
+    def _keeps_fp8(self) -> bool:
+        """fp8 weights stay fp8 where kernels multiply them as they are and activations are not wider than theirs."""
+        return self._kernels == "triton" and self.dtype.itemsize == 2
+
     def _overlap(self) -> Overlap:
         if self.device.type != "cuda" or self.config.enforce_eager:
             return Overlap()
@@ -254,8 +266,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self) -> None:
         """Record the decode steps as graphs where that is possible; one line says what it took, or why not."""
-        kernels, _ = choose_kernels(self.config.kernels, self.device.type, self.config.model.head_dim)
-        reason = eager_reason(self.config, kernels, self.comm, self.device)
+        reason = eager_reason(self.config, self._kernels, self.comm, self.device)
         if reason is None:
             watched = [self.buffers.memory, *cache_tensors(self.caches)] if self.config.poison_memory else []
             graphs = DecodeGraphs(self._decode, self.buffers, watched)

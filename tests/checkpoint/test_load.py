@@ -15,6 +15,8 @@ from dsv4dist.checkpoint.random_checkpoint import dequantise_checkpoint, make_ch
 from dsv4dist.config.model import load_model_config
 from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.errors import CheckpointError, ConfigError
+from dsv4dist.kernels.fp8 import decode_fp8
+from dsv4dist.kernels.paged_cache import Fp8Format
 from tests.checkpoint.rewrite import Tensors, read_all, rewrite
 
 Checkpoint = Callable[..., Path]
@@ -94,10 +96,10 @@ def test_types_shapes_and_counts(checkpoint: Checkpoint) -> None:
     assert tensors["layers.1.ffn.experts.w2.weight"].shape == (8, 160, 48)
     assert tensors["layers.1.attn.attn_sink"].shape == (4,)
     for name, tensor in tensors.items():
-        exact = ("norm.weight", "attn_sink", "ape", "bias", "gate.weight", "head.weight", "compressor.wkv.weight")
+        exact = ("norm.weight", "attn_sink", "ape", "bias", "ffn.gate.weight", "head.weight")
         if name.endswith("tid2eid"):
             assert tensor.dtype == torch.int64
-        elif "hc_" in name or name.endswith((*exact, "compressor.wgate.weight")):
+        elif "hc_" in name or name.endswith(exact):
             assert tensor.dtype == torch.float32, name
         else:
             assert tensor.dtype == torch.bfloat16, name
@@ -282,3 +284,31 @@ def test_a_gpu_gets_the_same_bits(checkpoint: Checkpoint) -> None:
 def test_group_sizes_that_do_not_divide(checkpoint: Checkpoint) -> None:
     with pytest.raises(ConfigError, match="o_groups = 4"):
         load(checkpoint("tiny"), 0, 8)
+
+
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+def test_projections_that_stay_fp8_are_the_stored_values(
+    fp8_format: Fp8Format, rank: int, size: int, checkpoint: Checkpoint
+) -> None:
+    directory = checkpoint("flash-layer", quant=True)
+    config = load_model_config(directory)
+    plain = load(directory, rank, size)
+    kept = load_parameters(directory, config, TpInfo(rank, size), torch.float32, CPU, keep_fp8=fp8_format).tensors
+    scales = {name for name in kept if name.endswith(".scale") and name.removesuffix("scale") + "weight" in kept}
+    names = {name.removesuffix("scale") + "weight" for name in scales}
+    assert names == {name for name in plain if re.search(r"attn\.(indexer\.)?(wq_a|wq_b|wkv|wo_a|wo_b)\.weight", name)}
+    assert kept.keys() - scales == plain.keys()
+    for name in plain.keys() - names:
+        assert torch.equal(kept[name], plain[name]), name
+    for name in names:
+        assert kept[name].dtype == fp8_format.torch_dtype
+        scale = kept[name.removesuffix("weight") + "scale"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert torch.equal(decode_fp8(kept[name], fp8_format) * scale, plain[name]), name
+
+
+def test_shares_with_ragged_blocks_do_not_stay_fp8(checkpoint: Checkpoint) -> None:
+    directory = checkpoint("tiny", quant=True)
+    config = load_model_config(directory)
+    kept = load_parameters(directory, config, TpInfo(), torch.float32, CPU, keep_fp8=Fp8Format.OCP).tensors
+    assert_same(kept, load(directory))

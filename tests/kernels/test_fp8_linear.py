@@ -17,6 +17,7 @@ from dsv4dist.kernels._triton.block_matmul import plan_splits  # isort: skip
 from dsv4dist.kernels.paged_cache import Fp8Format  # isort: skip
 
 LINEAR = implementations("fp8_linear.fp8_linear")
+WEIGHT_ONLY = implementations("fp8_linear.fp8_weight_linear")
 QUANTISE = implementations("fp8_linear.quantise_tokens")
 OCP, FNUZ = Fp8Format.OCP, Fp8Format.FNUZ
 
@@ -99,6 +100,42 @@ def test_splits_of_the_channels(implementation: Implementation) -> None:
             again = implementation.op(*arguments, out_dtype=torch.float32, num_splits=splits)
         assert relative(found, want) < (1e-3 if device.type == "cuda" else 1e-6)
         assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("implementation", WEIGHT_ONLY)
+@pytest.mark.parametrize("fp8_format", list(Fp8Format))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("groups", "tokens", "rows", "channels"), [(1, 1, 130, 384), (3, 5, 64, 200), (2, 70, 96, 128)]
+)
+def test_fp8_weights_alone(
+    implementation: Implementation,
+    fp8_format: Fp8Format,
+    dtype: torch.dtype,
+    groups: int,
+    tokens: int,
+    rows: int,
+    channels: int,
+) -> None:
+    """The product with exactly the stored weights: x is not rounded to fp8."""
+    generator = torch.Generator().manual_seed(4)
+    wide = torch.randn(tokens, groups, channels + 8, generator=generator).to(dtype)
+    w = torch.stack([random_bytes((rows, channels), fp8_format, generator) for _ in range(groups)])
+    pairs = [scales(rows, channels, "fp32" if groups > 1 else "e8m0", generator) for _ in range(groups)]
+    ones = torch.ones(tokens, -(-channels // 128), dtype=torch.float64)
+    x = wide[..., :channels]
+    want = torch.stack(
+        [expected(x[:, g].double(), values_of(w[g], fp8_format), ones, pairs[g][1]) for g in range(groups)], dim=1
+    )
+    device = implementation.device
+    w_scale = torch.stack([pair[0].view(torch.uint8) if groups == 1 else pair[0] for pair in pairs])
+    w_scale = w_scale.view(torch.float8_e8m0fnu) if groups == 1 else w_scale
+    with uninitialised_memory_poisoned():
+        found = implementation.op(
+            wide.to(device)[..., :channels], w.view(fp8_format.torch_dtype).to(device), w_scale.to(device), fp8_format
+        )
+    assert found.dtype == dtype
+    assert relative(found, want) < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
 
 def test_split_plan() -> None:

@@ -1,6 +1,6 @@
 """Decode steps over the step buffer: padded, several per packet, and on a GPU replayed from captured graphs.
 
-On a CPU the same runner runs the same padded steps eagerly, so everything here but the graphs themselves runs there too.
+On a CPU the same runner runs the same padded steps eagerly, so all of this but the graphs themselves runs there too.
 """
 
 from __future__ import annotations

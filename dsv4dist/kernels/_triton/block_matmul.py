@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4dist.arch import ArchTraits, arch_of
+from dsv4dist.arch import ArchTraits, arch_of, traits_by_name
+from dsv4dist.kernels._triton.compile_spec import ARCHS, CompileSpec, spec
 from dsv4dist.kernels._triton.quantise import cast, decode_e4m3, decode_scale
 from dsv4dist.kernels.paged_cache import Fp8Format
 
@@ -46,6 +48,8 @@ _TILES = {
     "other": (Tile(_MANY, 32, 32, 4, 2),),
 }
 """Shapes by architecture, ascending by rows; the first that holds x's rows is taken."""
+_BYTE_SCALED_TILES = {"sm90": (*_SMALL[:-1], replace(_SMALL[-1], max_rows=_MANY))}
+"""Instead of those where x's scales are bytes: decoding them takes registers, which the largest shape lacks."""
 MIN_BLOCKS, MAX_SPLITS = 4, 16
 """A split covers at least this many blocks of 128 channels, and there are at most so many splits."""
 
@@ -84,10 +88,10 @@ def load_scale(ptr, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_operand(ptr, mask, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DOT: tl.constexpr):
-    """A tile in DOT: of that type in memory (NATIVE), other floats (FORMAT 0), or fp8 bytes that need decoding."""
-    if NATIVE:
-        return tl.load(ptr.to(tl.pointer_type(DOT)), mask=mask, other=0.0)
+def load_operand(ptr, mask, FORMAT: tl.constexpr, STORED: tl.constexpr, DOT: tl.constexpr):
+    """A tile in DOT: of a type that the device converts (STORED), of other floats (FORMAT 0), or fp8 bytes to decode."""
+    if STORED is not None:
+        return tl.load(ptr.to(tl.pointer_type(STORED)), mask=mask, other=0.0).to(DOT)
     elif FORMAT == 0:
         return tl.load(ptr, mask=mask, other=0.0).to(DOT)
     else:
@@ -120,8 +124,10 @@ def _block_matmul_kernel(
     stride_out_row,
     X_SCALE: tl.constexpr,
     W_SCALE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NATIVE: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    X_STORED: tl.constexpr,
+    W_STORED: tl.constexpr,
     DOT: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -158,14 +164,17 @@ def _block_matmul_kernel(
         if not EVEN:
             x_mask = x_mask & (channel[:, None] + at < num_channels)
             w_mask = w_mask & (channel[None, :] + at < num_channels)
-        w = load_operand(w_tile + at, w_mask, FORMAT, NATIVE, DOT)
-        x = load_operand(x_tile + at, x_mask, FORMAT, NATIVE, DOT)
-        if X_SCALE == _UNSCALED:
+        w = load_operand(w_tile + at, w_mask, W_FORMAT, W_STORED, DOT)
+        x = load_operand(x_tile + at, x_mask, X_FORMAT, X_STORED, DOT)
+        if W_SCALE == _UNSCALED:
             acc = tl.dot(w, x, acc, input_precision="ieee")
         else:
-            x_scale = load_scale(x_scale_tile + block * stride_x_scale_block, row_ok, X_SCALE)
             w_scale = load_scale(w_scale_tile + block * stride_w_scale_block, block < last, W_SCALE)
-            acc += tl.dot(w, x, input_precision="ieee") * (x_scale * w_scale)[None, :]
+            if X_SCALE == _UNSCALED:
+                acc += tl.dot(w, x, input_precision="ieee") * w_scale
+            else:
+                x_scale = load_scale(x_scale_tile + block * stride_x_scale_block, row_ok, X_SCALE)
+                acc += tl.dot(w, x, input_precision="ieee") * (x_scale * w_scale)[None, :]
     out_tile = out_ptr + tl.program_id(1).to(tl.int64) * stride_out_split + group * stride_out_group
     out_tile = out_tile + wide_row[None, :] * stride_out_row + column[:, None]
     tl.store(out_tile, cast(acc, out_ptr.dtype.element_ty), mask=row_ok[None, :] & column_ok[:, None])
@@ -194,7 +203,7 @@ def block_matmul(
 ) -> None:
     """out[g, m, n] = sum over k of x[g, m, k] * w[g, n, k], accumulated in fp32, scales applied per 128 channels.
 
-        x, w        same groups and channels; both scaled (bytes of `fp8_format`) or both unscaled (floats)
+        x, w        same groups and channels; both unscaled (floats), both scaled (bytes of `fp8_format`), or only w
         out         [groups, rows of x, rows of w] any float dtype, unit stride in the last dimension, written
         num_splits  shares of the channels that different programs sum; planned from sizes if None
     The result does not depend on the order in which programs run.  Capture: launches depend on sizes only.
@@ -202,7 +211,7 @@ def block_matmul(
     groups, rows, channels = x.data.shape
     columns = w.data.shape[1]
     arch = arch_traits(x.data.device)
-    tile = _tile(rows, arch, fp8_format, x.data.dtype)
+    tile = _tile(rows, arch, fp8_format, x.data.dtype, x.scale_kind)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     blocks = triton.cdiv(channels, SCALE_BLOCK)
     splits = plan_splits(tiles * groups, blocks, arch.compute_units) if num_splits is None else num_splits
@@ -211,8 +220,7 @@ def block_matmul(
     target = out
     if splits > 1:
         target = torch.empty((splits, groups, rows, columns), dtype=torch.float32, device=out.device)
-    dot, native = _dot_type(x.data, arch, fp8_format)
-    x_data, w_data = (f.data if fp8_format is None else f.data.view(torch.uint8) for f in (x, w))
+    x_data, w_data = (f.data if f.scale is None else f.data.view(torch.uint8) for f in (x, w))
     _block_matmul_kernel[(tiles, splits, groups)](
         x_data,
         x.scale_or_data,
@@ -234,17 +242,12 @@ def block_matmul(
         target.stride(-2),
         X_SCALE=x.scale_kind,
         W_SCALE=w.scale_kind,
-        FORMAT=FORMATS[fp8_format],
-        NATIVE=native,
-        DOT=dot,
         EVEN=channels % SCALE_BLOCK == 0,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        STAGES=max(2, tile.stages // x_data.element_size()),
         num_warps=tile.warps,
+        **_constants(tile, x.data.dtype, arch, fp8_format, x.scale is not None),
     )
     if splits > 1:
-        block = min(1024, triton.next_power_of_2(columns))
+        block = _columns_to_add(columns)
         _add_splits_kernel[(triton.cdiv(columns, block), rows, groups)](
             target, out, rows, columns, splits, target.stride(0), out.stride(0), out.stride(1), BLOCK=block, num_warps=4
         )
@@ -263,20 +266,107 @@ def arch_traits(device: torch.device) -> ArchTraits:
     return arch_of(device)
 
 
-def _tile(rows: int, arch: ArchTraits, fp8_format: Fp8Format | None, dtype: torch.dtype) -> Tile:
+def _tile(rows: int, arch: ArchTraits, fp8_format: Fp8Format | None, dtype: torch.dtype, x_scale: int) -> Tile:
     tiles = _TILES.get(arch.name, _TILES["other"])
+    if x_scale == BYTE_SCALE:
+        tiles = _BYTE_SCALED_TILES.get(arch.name, tiles)
     if dtype == torch.float32 or (fp8_format is not None and fp8_format is not arch.fp8_format):
         tiles = _TILES["other"]  # wide elements, or bytes decoded in registers: little room
     return next(tile for tile in tiles if rows <= tile.max_rows)
 
 
-def _dot_type(x: torch.Tensor, arch: ArchTraits, fp8_format: Fp8Format | None) -> tuple[tl.dtype, bool]:
-    """The type that operands are multiplied in, and whether they lie in memory as that type."""
+def _constants(
+    tile: Tile, dtype: torch.dtype, arch: ArchTraits, fp8_format: Fp8Format | None, x_is_fp8: bool
+) -> dict[str, Any]:
+    """What the tile and the types of x (`dtype`) and w decide among the kernel's compile-time arguments."""
     interpreted = arch.name == "cpu"  # whose bf16 product is wrong and whose fp8 one is slow
-    if fp8_format is not None:
-        if interpreted or fp8_format is not arch.fp8_format:
-            return tl.float16, False
-        return (tl.float8e4nv if fp8_format is Fp8Format.OCP else tl.float8e4b8), True
-    if interpreted or x.dtype == torch.float32:
-        return tl.float32, False
-    return (tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16), True
+    fp8_type = None
+    if fp8_format is arch.fp8_format and not interpreted:
+        fp8_type = tl.float8e4nv if fp8_format is Fp8Format.OCP else tl.float8e4b8
+    if x_is_fp8:
+        x_type, dot = fp8_type, fp8_type or tl.float16
+    else:
+        wide = interpreted or dtype == torch.float32
+        x_type = None if wide else tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+        dot = x_type or tl.float32
+    return {
+        "X_FORMAT": FORMATS[fp8_format] if x_is_fp8 else 0, "W_FORMAT": FORMATS[fp8_format], "X_STORED": x_type,
+        "W_STORED": x_type if fp8_format is None else fp8_type, "DOT": dot, "ROWS": tile.rows, "COLUMNS": tile.columns,
+        "STAGES": max(2, tile.stages // dtype.itemsize),
+    }  # fmt: skip
+
+
+def _columns_to_add(columns: int) -> int:
+    return min(1024, triton.next_power_of_2(columns))
+
+
+ROW_COUNTS = (1, 64, 256, 4096)
+"""Tokens of the launches that are compiled ahead: from one request's decode step to a chunk of a prompt."""
+
+
+def matmul_specs(
+    name: str, groups: int, columns: int, channels: int, x_scale: int, w_scale: int, decoded: bool = False
+) -> list[CompileSpec]:
+    """The launches of one projection [groups, columns, channels] with `ROW_COUNTS` tokens, each shape compiled once.
+
+    x_scale, w_scale as `Operand.scale_kind`; UNSCALED = bf16. x's scales are column-major if fp32. decoded: OCP
+    bytes, as checkpoints have them, where the matrix unit knows only FNUZ; otherwise the encoding that it knows.
+    """
+    specs: dict[tuple[Any, ...], CompileSpec] = {}
+    for arch in map(traits_by_name, ARCHS):
+        if decoded and arch.fp8_format is Fp8Format.OCP:
+            continue
+        fp8_format = None if w_scale == UNSCALED else Fp8Format.OCP if decoded else arch.fp8_format
+        dtype = fp8_format.torch_dtype if fp8_format and x_scale != UNSCALED else torch.bfloat16
+        for rows in ROW_COUNTS:
+            tile = _tile(rows, arch, fp8_format, dtype, x_scale)
+            tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) * groups
+            split = plan_splits(tiles, triton.cdiv(channels, SCALE_BLOCK), arch.compute_units) > 1
+            key = (arch.name, tile, split)
+            if key not in specs:
+                specs[key] = _matmul_spec(name, arch, tile, split, rows > 1, dtype, fp8_format, x_scale, w_scale)
+    return list(specs.values())
+
+
+def _matmul_spec(
+    name: str, arch: ArchTraits, tile: Tile, split: bool, many: bool, dtype: torch.dtype, fp8_format: Fp8Format | None,
+    x_scale: int, w_scale: int,
+) -> CompileSpec:  # fmt: skip
+    x, w = "*bf16" if x_scale == UNSCALED else "*u8", "*u8" if fp8_format else "*bf16"
+    scale = {FP32_SCALE: "*fp32", BYTE_SCALE: "*u8"}
+    signature = {
+        "x_ptr": x, "x_scale_ptr": scale.get(x_scale, x), "w_ptr": w, "w_scale_ptr": scale.get(w_scale, w),
+        "out_ptr": "*fp32" if split else "*bf16", "num_rows": "i32", "num_columns": "i32", "num_channels": "i32",
+        "blocks_per_split": "i32",
+        **{f"stride_{one}": "i32" for one in (
+            "x_group", "x_row", "x_scale_group", "x_scale_row", "x_scale_block", "w_group", "w_row", "w_scale_group",
+            "w_scale_row", "w_scale_block", "out_split", "out_group", "out_row",
+        )},
+    }  # fmt: skip
+    ones = [] if many else ["num_rows"]
+    # Unit strides, of which a launch makes constants.
+    if x_scale != UNSCALED:
+        ones.append("stride_x_scale_row" if x_scale == FP32_SCALE else "stride_x_scale_block")
+    if w_scale != UNSCALED:
+        ones.append("stride_w_scale_block")
+    types = _constants(tile, dtype, arch, fp8_format, x_scale != UNSCALED)
+    values = {"X_SCALE": x_scale, "W_SCALE": w_scale, "EVEN": True, **types}
+    return spec(
+        _block_matmul_kernel,
+        f"block_matmul {name} {tile.rows}x{tile.columns}" + (" split" if split else ""),
+        {key: kind for key, kind in signature.items() if key not in ones},
+        constexprs={**values, **dict.fromkeys(ones, 1)},
+        unaligned=tuple(key for key in signature if key.startswith("stride_") and "scale" in key),
+        aligned=("num_columns", "num_channels"),
+        num_warps=tile.warps,
+        archs=(arch.name,),
+        has_dot=True,
+    )
+
+
+def compile_specs() -> list[CompileSpec]:
+    """The sum over splits of a projection's output; the products are listed by the operations that launch them."""
+    numbers = ("num_rows", "num_columns", "splits", "stride_part", "stride_out_group", "stride_out_row")
+    signature = {"part_ptr": "*fp32", "out_ptr": "*bf16", **dict.fromkeys(numbers, "i32")}
+    return [spec(_add_splits_kernel, "add_splits", signature, constexprs={"BLOCK": _columns_to_add(4096)},
+                 aligned=("num_columns",))]  # fmt: skip

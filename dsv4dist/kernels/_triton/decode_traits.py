@@ -66,8 +66,15 @@ _TILES = {
 }
 
 
+# Shared memory holds two programs of up to 16 heads, which then take 1.4 times as long each, or one of 64. Fitted to the
+# best counts of sweeps on an H200 (docs/performance.md).
+_SHARED_UNIT: dict[str, float] = {"programs_per_unit": 2, "crowding": 0.4}
+_WHOLE_UNIT: dict[str, float] = {"programs_per_unit": 1}
 _WARPGROUP_TILES = {
-    "sm90": tuple(replace(_tile(heads, 64, warps), warpgroup=True) for heads, warps in ((8, 4), (16, 4), (64, 8))),
+    "sm90": tuple(
+        replace(_tile(heads, 64, warps, **splits), warpgroup=True)
+        for heads, warps, splits in ((8, 4, _SHARED_UNIT), (16, 4, _SHARED_UNIT), (64, 8, _WHOLE_UNIT))
+    ),
 }
 
 

@@ -7,8 +7,18 @@ import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError
-from dsv4dist.kernels._triton.block_matmul import SCALE_BLOCK, Operand, block_matmul
+from dsv4dist.kernels._triton.block_matmul import (
+    BYTE_SCALE,
+    FP32_SCALE,
+    ROW_COUNTS,
+    SCALE_BLOCK,
+    UNSCALED,
+    Operand,
+    block_matmul,
+    matmul_specs,
+)
 from dsv4dist.kernels._triton.checks import FLOATS, check_rows
+from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
 from dsv4dist.kernels._triton.quantise import decode_scale, encode_e4m3, magnitude
 from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
@@ -73,13 +83,23 @@ def quantise_rows(
     rows, channels = x.shape
     if rows == 0 or channels == 0:
         return
-    per_program = 1 if rows < 512 else 4
+    per_program = _rows_per_program(rows)
     grid = (triton.cdiv(rows, per_program), triton.cdiv(channels, ACT_GROUP * GROUPS_PER_PROGRAM))
     _quantise_tokens_kernel[grid](
         x, data.view(torch.uint8), scale, rows, channels, floor, x.stride(0), data.stride(0), *scale.stride(),
         QUANT_MAX=int(fp8_format.quant_max), POWER=scale.dtype == torch.uint8, ROWS=per_program,
-        GROUPS=GROUPS_PER_PROGRAM, num_warps=4,
+        GROUPS=GROUPS_PER_PROGRAM, num_warps=_warps(per_program),
     )  # fmt: skip
+
+
+def _rows_per_program(rows: int) -> int:
+    """Few rows are spread over many units."""
+    return 1 if rows < 512 else 4
+
+
+def _warps(rows_per_program: int) -> int:
+    """At least 8 channels a thread, also where a warp has 64: one load of 16 bytes."""
+    return min(4, 2 * rows_per_program)
 
 
 def fp8_linear(
@@ -120,6 +140,36 @@ def fp8_linear(
     return out
 
 
+def fp8_weight_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    fp8_format: Fp8Format = Fp8Format.OCP,
+    *,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """y[t, group] = weight[group] . x[t, group] over fp8 weights, with x as it is; accumulated in fp32.
+
+        x             [T, g, K] float, any strides but unit in K
+        weight        [g, N, K] of the encoding, unit stride in K; weight_scale [g, ceil(N / 128), ceil(K / 128)] fp32 or
+                      e8m0; it multiplies
+    Returns [T, g, N] in x's dtype. The product is in x's type: nothing is gained by rounding x to fp8 (spec 6.2) while
+    reading the weight is what takes the time.  Capture: launches depend on sizes only.  Raises: ShapeError.
+    """
+    check_rows("x", x, (None, weight.shape[0], weight.shape[2]))
+    for group in range(min(1, weight.shape[0])):
+        _check(x[:, group], weight[group], weight_scale[group], None, fp8_format, x.dtype)
+    if len(weight_scale) != len(weight):
+        raise ShapeError("weight_scale", f"{len(weight)} groups", len(weight_scale))
+    out = torch.empty((x.shape[0], *weight.shape[:2]), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    if weight_scale.dtype == torch.float8_e8m0fnu:
+        weight_scale = weight_scale.view(torch.uint8)
+    block_matmul(Operand(x.transpose(0, 1)), Operand(weight, weight_scale), out.transpose(0, 1), fp8_format, num_splits)
+    return out
+
+
 def _check(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -145,3 +195,35 @@ def _check(
         raise ShapeError("x_scale", f"fp32 {[x.shape[0], blocks[1]]}", f"{x_scale.dtype} {list(x_scale.shape)}")
     if out_dtype not in FLOATS:
         raise ShapeError("out_dtype", "bfloat16, float16 or float32", out_dtype)
+
+
+def compile_specs() -> list[CompileSpec]:
+    """The token quantiser, and Flash's wo_b with e8m0 scales; other projections compile to the same."""
+    return [
+        *quantiser_specs("quantise_tokens", power=False),
+        *matmul_specs("fp8_linear", 1, 4096, 8192, FP32_SCALE, BYTE_SCALE),
+        *matmul_specs("fp8_linear decoding", 1, 4096, 8192, FP32_SCALE, BYTE_SCALE, decoded=True),
+        *matmul_specs("fp8_weight_linear", 1, 4096, 8192, UNSCALED, FP32_SCALE),
+    ]
+
+
+def quantiser_specs(name: str, power: bool) -> list[CompileSpec]:
+    """`quantise_rows` of bf16 in both encodings, with `ROW_COUNTS` rows; power: scales are e8m0 bytes, else fp32."""
+    specs = []
+    for fp8_format in Fp8Format:
+        for rows in sorted({_rows_per_program(count) for count in ROW_COUNTS}):
+            one = "stride_scale_group" if power else "stride_scale_row"
+            signature = {
+                "x_ptr": "*bf16", "data_ptr": "*u8", "scale_ptr": "*u8" if power else "*fp32", "num_rows": "i32",
+                "num_channels": "i32", "floor": "fp32", "stride_x": "i32", "stride_data": "i32",
+                "stride_scale_row": "i32", "stride_scale_group": "i32",
+            }  # fmt: skip
+            del signature[one]
+            values = {one: 1, "QUANT_MAX": int(fp8_format.quant_max), "POWER": power, "ROWS": rows,
+                      "GROUPS": GROUPS_PER_PROGRAM}  # fmt: skip
+            specs.append(spec(
+                _quantise_tokens_kernel, f"{name} {fp8_format.value} x{rows}", signature, constexprs=values,
+                unaligned=("stride_scale_row", "stride_scale_group"), aligned=("num_channels",),
+                num_warps=_warps(rows), archs=archs_of(fp8_format),
+            ))  # fmt: skip
+    return specs

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4dist.arch import traits_by_name
 from dsv4dist.errors import UnsupportedError, one_error
+from dsv4dist.kernels._triton.compile_spec import ARCHS, POINTER_OF, CompileSpec, spec
 from dsv4dist.kernels._triton.decode_kernels import sparse_decode_partial_kernel, sparse_decode_reduce_kernel
-from dsv4dist.kernels._triton.decode_traits import DecodeTraits, Tile, traits_of
-from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format
+from dsv4dist.kernels._triton.decode_traits import DecodeTraits, Tile, traits_for, traits_of
+from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
 from dsv4dist.kernels.segments import Segment
 from dsv4dist.kernels.split_plan import plan_splits
 
@@ -76,6 +79,16 @@ def sparse_attention(
     rotate = positions is not None
     _launch(q, sources, sink, scale, positions, cos_sin, out, num_splits, tile, dtype, exact, rotate)
     return out
+
+
+def planned_splits(
+    device: torch.device, num_queries: int, num_heads: int, main_capacity: int, extra_capacity: int
+) -> int:
+    """The split count of a call on two fp8 caches in the device's own encoding, whose lists have these capacities."""
+    traits = traits_of(device)
+    tile = traits.tile(num_heads, tl.float32 if traits.only_fp32 else tl.float16, True)
+    blocks = triton.cdiv(num_heads, tile.heads)
+    return plan_splits(num_queries, blocks, main_capacity, extra_capacity, traits.num_units, tile.splits)
 
 
 def _launch(
@@ -244,3 +257,87 @@ def _segment_problems(name: str, segment: Segment, num_queries: int, device: tor
     if cache.num_slots >= 2**31:
         bad.append(f"{name} cache has {cache.num_slots} slots; int32 indices address fewer than 2**31")
     return bad
+
+
+def compile_specs() -> list[CompileSpec]:
+    """SWA and CSA layers (HCA differs in one constant) with 8 to 128 local heads, fp8 and bf16, split and whole."""
+    specs: dict[tuple[Any, ...], CompileSpec] = {}
+    for arch in ARCHS:
+        traits = traits_for(arch, 1)
+        for kind, block_size in (("swa", 0), ("csa", 64)):
+            for fp8_format in (traits_by_name(arch).fp8_format, None):
+                segments = [_storage(64, fp8_format)] + ([_storage(block_size, fp8_format)] if block_size else [])
+                dtype, exact = _compute_types(segments, traits)
+                main, extra = _source(segments[0], traits), _absent(segments[0].cache.data)
+                if block_size:
+                    extra = _source(segments[1], traits)
+                for heads in (8, 16, 32, 64, 128):
+                    tile = traits.tile(heads, dtype, _warpgroup_ready(main) and _warpgroup_ready(extra))
+                    name = f"sparse_decode {kind} {'fp8' if fp8_format else 'bf16'} {tile.heads}x{tile.keys}"
+                    for finish in (False, True):
+                        one = _partial_spec(name, (main, extra), dtype, exact, tile, finish, arch)
+                        specs.setdefault((name, arch, finish), one)
+    return [*specs.values(), *map(_reduce_spec, (2, 4, 8, 16, 32))]
+
+
+def _storage(block_size: int, fp8_format: Fp8Format | None) -> Segment:
+    """A segment of which only types and sizes are looked at."""
+    lists = torch.empty(0, dtype=torch.int32, device="meta")
+    if fp8_format is None:
+        cache = PagedCache(torch.empty((1, block_size, HEAD_DIM), dtype=torch.bfloat16, device="meta"), block_size)
+    else:
+        data = torch.empty((1, block_size * 584), dtype=torch.uint8, device="meta")
+        cache = PagedCache(data, block_size, CacheFormat.FP8_DS_MLA, fp8_format)
+    return Segment(cache, lists, lists)
+
+
+_RESULTS = {
+    "sink_ptr": "*fp32", "positions_ptr": "*i64", "cos_sin_ptr": "*fp32", "top_ptr": "*fp32", "total_ptr": "*fp32",
+    "acc_ptr": "*fp32", "out_ptr": "*bf16", "stride_out": "i32", "stride_out_head": "i32", "num_heads": "i32",
+    "num_splits": "i32",
+}  # fmt: skip
+
+
+def _partial_spec(
+    name: str, sources: tuple[_Source, _Source], dtype: tl.dtype, exact: tl.dtype, tile: Tile, finish: bool, arch: str
+) -> CompileSpec:
+    main, extra = sources
+    main_type, extra_type = (POINTER_OF[str(one.data.dtype).removeprefix("torch.")] for one in sources)
+    signature = {
+        "q_ptr": "*bf16", "main_indptr_ptr": "*i32", "extra_indptr_ptr": "*i32", **_RESULTS, "stride_q": "i32",
+        "stride_head": "i32", "main_stride": "i32", "extra_stride": "i32", "main_slots": "i32", "extra_slots": "i32",
+        "scale_log2": "fp32",
+    }  # fmt: skip
+    values = {"HAS_SINK": True, "ROTATE": True, "FINISH": finish}
+    common: dict[str, Any] = {"num_warps": tile.warps, "archs": (arch,), "has_dot": True}
+    name += " whole" if finish else " split"
+    if tile.warpgroup:
+        from dsv4dist.kernels._triton.hopper_decode import sparse_decode_hopper_kernel
+
+        signature |= {
+            "data_ptr": main_type, "indices_ptr": "*i32", "pages_delta": "i64", "indices_delta": "i64",
+            "main_shift": "i32", "extra_shift": "i32",
+        }  # fmt: skip
+        values |= {"EXTRA": extra.code != 0, "HEADS": tile.heads, "WARPS": tile.warps}
+        return spec(sparse_decode_hopper_kernel, f"{name} hopper", signature, constexprs=values, large=("data_ptr",),
+                    **common)  # fmt: skip
+    signature |= {
+        "main_ptr": main_type,
+        "main_indices_ptr": "*i32",
+        "extra_ptr": extra_type,
+        "extra_indices_ptr": "*i32",
+    }
+    values |= {
+        "MAIN": main.code, "MAIN_BLOCK": main.block_size, "MAIN_NATIVE": main.native, "EXTRA": extra.code,
+        "EXTRA_BLOCK": extra.block_size, "EXTRA_NATIVE": extra.native, "DTYPE": dtype, "EXACT": exact,
+        "BLOCK_H": tile.heads, "BLOCK_K": tile.keys,
+    }  # fmt: skip
+    return spec(
+        sparse_decode_partial_kernel, name, signature, constexprs=values, aligned=("main_stride", "extra_stride"),
+        large=("main_ptr", "extra_ptr"), num_stages=tile.stages, **common,
+    )  # fmt: skip
+
+
+def _reduce_spec(splits: int) -> CompileSpec:
+    values = {"SPLITS": splits, "HAS_SINK": True, "ROTATE": True}
+    return spec(sparse_decode_reduce_kernel, f"sparse_decode reduce {splits}", _RESULTS, constexprs=values)

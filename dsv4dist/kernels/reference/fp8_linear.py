@@ -51,3 +51,19 @@ def fp8_linear(
         column_scale = factor[:, block].repeat_interleave(fp8.WEIGHT_BLOCK)[: weight.shape[0]]
         total += (values[:, part] @ columns[:, part].T) * (scale[:, block : block + 1] * column_scale)
     return total.to(out_dtype)
+
+
+def fp8_weight_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, fp8_format: Fp8Format = Fp8Format.OCP
+) -> torch.Tensor:
+    """y[t, group] = weight[group] . x[t, group] over fp8 weights, with x as it is; accumulated in fp32.
+
+        x             [T, g, K] float
+        weight        [g, N, K] of the encoding; weight_scale [g, ceil(N / 128), ceil(K / 128)] fp32 or e8m0
+    Returns [T, g, N] in x's dtype.
+    """
+    factor = weight_scale if weight_scale.dtype == torch.float32 else fp8.decode_scale_byte(weight_scale)
+    for dim in (1, 2):
+        factor = factor.repeat_interleave(fp8.WEIGHT_BLOCK, dim).narrow(dim, 0, weight.shape[dim])
+    values = fp8.decode_fp8(weight, fp8_format) * factor
+    return torch.einsum("tgk,gnk->tgn", x.float(), values).to(x.dtype)

@@ -102,22 +102,3 @@ def select_entries(
     logits = indexer_logits(q, weights, cache, table, token_to_req, visible_lens)
     assert logits.shape[1] <= max_entries, f"{logits.shape[1]} visible entries; at most {max_entries} were announced"
     return topk_entries(logits, visible_lens, k)
-
-
-def select_entries(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    cache: PagedCache,
-    table: BlockTable,
-    token_to_req: torch.Tensor,
-    visible_lens: torch.Tensor,
-    k: int,
-    max_entries: int,
-) -> torch.Tensor:
-    """The `k` best entries of each token by `indexer_logits`, int32 [T, k] as of `topk_entries`.
-
-    max_entries  an upper bound of visible_lens, which other implementations size their launches by
-    """
-    logits = indexer_logits(q, weights, cache, table, token_to_req, visible_lens)
-    assert logits.shape[1] <= max_entries, f"{logits.shape[1]} visible entries; at most {max_entries} were announced"
-    return topk_entries(logits, visible_lens, k)
