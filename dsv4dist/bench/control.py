@@ -1,8 +1,7 @@
-"""What a step costs beside its computation: from the driver to every rank and back, over the channel and over Ray calls."""
+"""What a step costs beside its computation, driver to every rank and back: over the channel, and over Ray calls."""
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Iterator
@@ -102,8 +101,6 @@ def _ray_calls(num_ranks: int, packet: Int32Array, repeats: int) -> Spread:
     finally:
         for actor in actors:
             ray.kill(actor)
-        del actors
-        gc.collect()
 
 
 def _cpu_seconds(pid: int) -> float:

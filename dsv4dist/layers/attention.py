@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,6 @@ from dsv4dist.cache.pool import LayerCaches
 from dsv4dist.config.model import LayerKind, ModelConfig
 from dsv4dist.distributed.comm import Communicator
 from dsv4dist.kernels.ops import Ops
-from dsv4dist.kernels.paged_cache import PagedCache
 from dsv4dist.kernels.segments import Segment
 from dsv4dist.layers.compressor import Compressor
 from dsv4dist.layers.indexer import Indexer
@@ -38,7 +37,10 @@ class Attention:
         self.overlap = overlap
         self.wq_a_wkv = Linear(weights, ("wq_a", "wkv"), ops)
         self.q_norm, self.kv_norm = weights["q_norm.weight"], weights["kv_norm.weight"]
-        self.wq_b = Linear(weights, ("wq_b",), ops)
+        # Both kinds of query come from the same low-rank form: one product.
+        names = ("wq_b", "indexer.wq_b") if kind is LayerKind.CSA else ("wq_b",)
+        self.wq_b = Linear(weights, names, ops)
+        self.num_query_channels = len(weights["wq_b.weight"])
         self.attn_sink = weights["attn_sink"]
         groups = len(weights["wo_a.weight"]) // config.o_lora_rank
         self.wo_a = Linear(weights, ("wo_a",), ops, groups)
@@ -48,17 +50,17 @@ class Attention:
             self.compressor = Compressor(below(weights, "compressor."), kind, cos_sin, config.rms_norm_eps, ops)
         if kind is LayerKind.CSA:
             self.indexer = Indexer(config, below(weights, "indexer."), cos_sin, ops)
-        self._fuse_compressors()
+        self.projections = self._fused_projections()
 
     def __call__(self, x: torch.Tensor, step: StepMetadata, caches: LayerCaches) -> torch.Tensor:
         """x [T, Hd], normed -> y [T, Hd], summed over ranks; writes this step's rows of the layer's caches."""
-        q, qr = self.overlap.run(
+        (q, index_q), leftovers = self.overlap.run(
             lambda: self._queries(x, step, caches), self._compressions(x, step, caches), num_tokens=len(x)
         )
         out = self.ops.sparse_attention(
             q,
             Segment(caches.window, *step.window_key_list),
-            self._compressed_segment(x, qr, step, caches),
+            self._compressed_segment(index_q, leftovers, step, caches),
             self.attn_sink,
             self.config.softmax_scale,
             positions=step.positions,
@@ -67,49 +69,69 @@ class Attention:
         return self._project(out)
 
     def _queries(self, x: torch.Tensor, step: StepMetadata, caches: LayerCaches) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries [T, h, D] and their low-rank form [T, Lq]; stores this step's window rows."""
+        """Rotated queries [T, h, D], and the indexer's as they come, [T, Hi * Di]; stores this step's window rows."""
         eps = self.config.rms_norm_eps
         qr, kv = self.ops.qr_kv_norm(self.wq_a_wkv(x), self.q_norm, self.kv_norm, eps)
-        q = self.wq_b(qr).view(x.shape[0], -1, self.config.head_dim)
+        both = self.wq_b(qr)
+        q, index_q = both[:, : self.num_query_channels], both[:, self.num_query_channels :]
+        q = q.view(x.shape[0], -1, self.config.head_dim)
         q = self.ops.q_rope_kv_insert(q, kv, step.positions, self.cos_sin, caches.window, step.window_slots, eps)
-        return q, qr
+        return q, index_q
 
-    def _compressions(self, x: torch.Tensor, step: StepMetadata, caches: LayerCaches) -> list[Callable[[], None]]:
-        """One chain per compressor, from x to stored entries. They share one product where they do not overlap."""
-        stores: list[tuple[Compressor, PagedCache | None, PagedCache | None]] = []
-        if self.compressor is not None:
-            stores.append((self.compressor, caches.state, caches.entries))
-        if self.indexer is not None:
-            stores.append((self.indexer.compressor, caches.index_state, caches.index_keys))
-        if not stores:
+    def _compressors(self) -> list[Compressor]:
+        """The layer's own, and its indexer's."""
+        own = [] if self.compressor is None else [self.compressor]
+        return own if self.indexer is None else [*own, self.indexer.compressor]
+
+    def _fused_projections(self) -> list[torch.Tensor]:
+        """What each compressor multiplies x by, as parts of one matrix (attention spec 6.6).
+
+        The last one also holds the indexer's `weights_proj`.
+        """
+        compressors = self._compressors()
+        if not compressors:
             return []
-        sizes = [len(compressor.wkv_wgate) for compressor, _, _ in stores]
-        shared = None if self.overlap.is_open else product_in_fp32(x, self.compressor_weights).split(sizes, dim=1)
+        last = [] if self.indexer is None else [self.indexer.weights_proj]
+        self.fused_projections = torch.cat([*(compressor.wkv_wgate for compressor in compressors), *last])
+        sizes = [compressor.width for compressor in compressors]
+        sizes[-1] += sum(map(len, last))
+        parts = list(self.fused_projections.split(sizes))
+        for compressor, part in zip(compressors, parts, strict=True):
+            compressor.wkv_wgate = part[: compressor.width]
+        if self.indexer is not None:
+            self.indexer.weights_proj = parts[-1][self.indexer.compressor.width :]
+        return parts
 
-        def chain(which: int) -> None:
-            compressor, state, entries = stores[which]
+    def _compressions(
+        self, x: torch.Tensor, step: StepMetadata, caches: LayerCaches
+    ) -> list[Callable[[], torch.Tensor]]:
+        """One chain per compressor, from x to stored entries; each returns what else its projection yields.
+
+        They share one product where they do not overlap.
+        """
+        stores = ((caches.state, caches.entries), (caches.index_state, caches.index_keys))
+        shared: Sequence[torch.Tensor] | None = None
+        if self.projections and not self.overlap.is_open:
+            sizes = [len(part) for part in self.projections]
+            shared = product_in_fp32(x, self.fused_projections).split(sizes, dim=1)
+
+        def chain(which: int, compressor: Compressor) -> torch.Tensor:
+            state, entries = stores[which]
             assert state is not None, "a compressed layer has a state cache"
             assert entries is not None, "a compressed layer has an entry cache"
-            kv_score = product_in_fp32(x, compressor.wkv_wgate) if shared is None else shared[which]
-            compressor(kv_score, step, step.compressed[self.kind], state, entries)
+            projected = product_in_fp32(x, self.projections[which]) if shared is None else shared[which]
+            compressor(projected[:, : compressor.width], step, step.compressed[self.kind], state, entries)
+            return projected[:, compressor.width :]
 
-        return [partial(chain, which) for which in range(len(stores))]
-
-    def _fuse_compressors(self) -> None:
-        """Keep the weights of the layer's compressors as parts of one matrix (attention spec 6.6)."""
-        compressors = [] if self.compressor is None else [self.compressor]
-        if self.indexer is not None:
-            compressors.append(self.indexer.compressor)
-        if compressors:
-            self.compressor_weights = torch.cat([one.wkv_wgate for one in compressors])
-            parts = self.compressor_weights.split([len(one.wkv_wgate) for one in compressors])
-            for one, part in zip(compressors, parts, strict=True):
-                one.wkv_wgate = part
+        return [partial(chain, which, compressor) for which, compressor in enumerate(self._compressors())]
 
     def _compressed_segment(
-        self, x: torch.Tensor, qr: torch.Tensor, step: StepMetadata, caches: LayerCaches
+        self, index_q: torch.Tensor, leftovers: list[torch.Tensor], step: StepMetadata, caches: LayerCaches
     ) -> Segment | None:
-        """List the compressed entries that each query attends to; this step's are stored."""
+        """List the compressed entries that each query attends to; this step's are stored.
+
+        leftovers  as `_compressions` gives them; the last of a CSA layer holds the index heads' weights, fp32 [T, Hi]
+        """
         if self.compressor is None:
             return None
         compressed = step.compressed[self.kind]
@@ -118,7 +140,7 @@ class Attention:
             assert compressed.key_list is not None, "HCA lists its entries in the step metadata"
             return Segment(caches.entries, *compressed.key_list)
         assert caches.index_keys is not None, "a CSA layer has an index key cache"
-        selected = self.indexer(x, qr, step, compressed, caches.index_keys)
+        selected = self.indexer(index_q, leftovers[-1], step, compressed, caches.index_keys)
         return Segment(caches.entries, *self.ops.entry_key_list(compressed.table, step.token_to_req, selected))
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:

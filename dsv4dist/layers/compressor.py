@@ -17,6 +17,7 @@ class Compressor:
         self, weights: dict[str, torch.Tensor], kind: LayerKind, cos_sin: torch.Tensor, eps: float, ops: Ops
     ) -> None:
         self.wkv_wgate = torch.cat((weights["wkv.weight"], weights["wgate.weight"]))
+        self.width = len(self.wkv_wgate)
         self.ape = weights["ape"]
         self.norm = weights["norm.weight"]
         self.kind, self.cos_sin, self.eps, self.ops = kind, cos_sin, eps, ops
@@ -31,7 +32,7 @@ class Compressor:
     ) -> None:
         """Save the states of this step's tokens, then store the entries that they complete.
 
-        kv_score  fp32 [T, 2 * width]: the tokens times `wkv_wgate`, in any row stride
+        kv_score  fp32 [T, width]: the tokens times `wkv_wgate`, in any row stride
         """
         self.ops.compress_state(kv_score, self.ape, step.positions, state, compressed.state_slots)
         self.ops.compress_store(

@@ -8,7 +8,6 @@ from dsv4dist.config.model import LayerKind, ModelConfig
 from dsv4dist.kernels.ops import Ops
 from dsv4dist.kernels.paged_cache import PagedCache
 from dsv4dist.layers.compressor import Compressor
-from dsv4dist.layers.linear import Linear
 from dsv4dist.layers.weights import below
 from dsv4dist.step.metadata import CompressedMetadata, StepMetadata
 
@@ -17,7 +16,6 @@ class Indexer:
     """Attention spec 1.6. Replicated: every rank scores all index heads, and so selects the same entries."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], cos_sin: torch.Tensor, ops: Ops) -> None:
-        self.wq_b = Linear(weights, ("wq_b",), ops)
         self.weights_proj = weights["weights_proj.weight"]
         own = below(weights, "compressor.")
         self.compressor = Compressor(own, LayerKind.CSA, cos_sin, config.rms_norm_eps, ops)
@@ -25,17 +23,18 @@ class Indexer:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        qr: torch.Tensor,
+        q: torch.Tensor,
+        head_weights: torch.Tensor,
         step: StepMetadata,
         compressed: CompressedMetadata,
         keys: PagedCache,
     ) -> torch.Tensor:
-        """The selected entries, int32 [T, index_topk], valid ones first; `compressor` has stored this step's keys."""
-        q = self.wq_b(qr).view(len(x), self.config.index_n_heads, self.config.index_head_dim)
-        q, head_weights = self.ops.indexer_query(
-            q, x @ self.weights_proj.T, step.positions, self.cos_sin, keys.fp8_format
-        )
+        """The selected entries, int32 [T, index_topk], valid ones first; `compressor` has stored this step's keys.
+
+        q [T, Hi * Di], products with `wq_b`; head_weights fp32 [T, Hi], with `weights_proj`
+        """
+        q = q.view(len(q), self.config.index_n_heads, self.config.index_head_dim)
+        q, head_weights = self.ops.indexer_query(q, head_weights, step.positions, self.cos_sin, keys.fp8_format)
         selected: torch.Tensor = self.ops.select_entries(
             q,
             head_weights,

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class Overlap:
@@ -28,24 +29,25 @@ class Overlap:
         """Whether chains given to `run` now would overlap."""
         return self.enabled and bool(self._streams) and torch.cuda.is_current_stream_capturing()
 
-    def run(self, main: Callable[[], R], others: Sequence[Callable[[], None]], num_tokens: int) -> R:
-        """Run `main` and then the others, or all at once; whatever follows on the current stream sees all of them."""
+    def run(self, main: Callable[[], R], others: Sequence[Callable[[], S]], num_tokens: int) -> tuple[R, list[S]]:
+        """Run `main` and then the others, or all at once; returns their results.
+
+        Whatever follows on the current stream sees all of them.
+        """
         if not (others and self.is_open):
-            result = main()
-            for other in others:
-                other()
-            return result
+            return main(), [other() for other in others]
         assert len(others) <= len(self._streams), f"{len(others)} chains for {len(self._streams)} streams"
         current, main_first = torch.cuda.current_stream(), num_tokens <= self._main_first_tokens
         start = current.record_event()
         if main_first:
             result = main()
+        results = []
         for other, stream in zip(others, self._streams, strict=False):
             stream.wait_event(start)
             with torch.cuda.stream(stream):
-                other()
+                results.append(other())
         if not main_first:
             result = main()
         for _, stream in zip(others, self._streams, strict=False):
             current.wait_stream(stream)
-        return result
+        return result, results

@@ -106,7 +106,7 @@ def test_splits_of_the_channels(implementation: Implementation) -> None:
 @pytest.mark.parametrize("fp8_format", list(Fp8Format))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("groups", "tokens", "rows", "channels"), [(1, 1, 130, 384), (3, 5, 64, 200), (2, 70, 96, 128)]
+    ("groups", "tokens", "rows", "channels"), [(1, 1, 130, 384), (3, 5, 64, 200), (2, 60, 96, 128), (2, 1, 96, 8200)]
 )
 def test_fp8_weights_alone(
     implementation: Implementation,
@@ -136,6 +136,25 @@ def test_fp8_weights_alone(
         )
     assert found.dtype == dtype
     assert relative(found, want) < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("implementation", WEIGHT_ONLY[1:])
+@pytest.mark.parametrize(("groups", "rows", "channels"), [(2, 96, 200), (1, 256, 512)])
+def test_many_rows_are_quantised(implementation: Implementation, groups: int, rows: int, channels: int) -> None:
+    """Beyond FEW_ROWS the result is that of fp8 activations; whole blocks take the library's product where it exists."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = triton_linear.FEW_ROWS + 7
+    x = torch.randn(tokens, groups, channels, generator=generator).to(torch.bfloat16)
+    w = torch.stack([random_bytes((rows, channels), OCP, generator) for _ in range(groups)])
+    pairs = [scales(rows, channels, "fp32", generator) for _ in range(groups)]
+    ones = torch.ones(tokens, -(-channels // 128), dtype=torch.float64)
+    want = torch.stack([expected(x[:, g].double(), values_of(w[g], OCP), ones, pairs[g][1]) for g in range(groups)], 1)
+    device = implementation.device
+    w_scale = torch.stack([pair[0] for pair in pairs]).to(device)
+    with uninitialised_memory_poisoned():
+        found = implementation.op(x.to(device), w.view(torch.float8_e4m3fn).to(device), w_scale)
+    assert found.shape == (tokens, groups, rows)
+    assert relative(found, want) < 0.04
 
 
 def test_split_plan() -> None:

@@ -29,7 +29,7 @@ _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 class Tile:
     """One compiled shape: `rows` of x by `columns` of w a program, for at most `max_rows` rows of x.
 
-    stages  tiles of one-byte elements in flight; wider elements get as many fewer
+    stages  tiles of one-byte weights in flight; wider ones get as many fewer
     """
 
     max_rows: int
@@ -292,7 +292,7 @@ def _constants(
     return {
         "X_FORMAT": FORMATS[fp8_format] if x_is_fp8 else 0, "W_FORMAT": FORMATS[fp8_format], "X_STORED": x_type,
         "W_STORED": x_type if fp8_format is None else fp8_type, "DOT": dot, "ROWS": tile.rows, "COLUMNS": tile.columns,
-        "STAGES": max(2, tile.stages // dtype.itemsize),
+        "STAGES": max(2, tile.stages if fp8_format is not None else tile.stages // dtype.itemsize),
     }  # fmt: skip
 
 
@@ -305,9 +305,10 @@ ROW_COUNTS = (1, 64, 256, 4096)
 
 
 def matmul_specs(
-    name: str, groups: int, columns: int, channels: int, x_scale: int, w_scale: int, decoded: bool = False
-) -> list[CompileSpec]:
-    """The launches of one projection [groups, columns, channels] with `ROW_COUNTS` tokens, each shape compiled once.
+    name: str, groups: int, columns: int, channels: int, x_scale: int, w_scale: int, decoded: bool = False,
+    row_counts: tuple[int, ...] = ROW_COUNTS,
+) -> list[CompileSpec]:  # fmt: skip
+    """The launches of one projection [groups, columns, channels] with so many tokens, each shape compiled once.
 
     x_scale, w_scale as `Operand.scale_kind`; UNSCALED = bf16. x's scales are column-major if fp32. decoded: OCP
     bytes, as checkpoints have them, where the matrix unit knows only FNUZ; otherwise the encoding that it knows.
@@ -318,19 +319,23 @@ def matmul_specs(
             continue
         fp8_format = None if w_scale == UNSCALED else Fp8Format.OCP if decoded else arch.fp8_format
         dtype = fp8_format.torch_dtype if fp8_format and x_scale != UNSCALED else torch.bfloat16
-        for rows in ROW_COUNTS:
+        for rows in row_counts:
             tile = _tile(rows, arch, fp8_format, dtype, x_scale)
             tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) * groups
-            split = plan_splits(tiles, triton.cdiv(channels, SCALE_BLOCK), arch.compute_units) > 1
-            key = (arch.name, tile, split)
+            blocks = triton.cdiv(channels, SCALE_BLOCK)
+            splits = plan_splits(tiles, blocks, arch.compute_units)
+            share = triton.cdiv(blocks, splits)
+            key = (arch.name, tile, splits > 1)
             if key not in specs:
-                specs[key] = _matmul_spec(name, arch, tile, split, rows > 1, dtype, fp8_format, x_scale, w_scale)
+                specs[key] = _matmul_spec(
+                    name, arch, tile, splits > 1, share % 16 == 0, rows > 1, dtype, fp8_format, x_scale, w_scale
+                )
     return list(specs.values())
 
 
 def _matmul_spec(
-    name: str, arch: ArchTraits, tile: Tile, split: bool, many: bool, dtype: torch.dtype, fp8_format: Fp8Format | None,
-    x_scale: int, w_scale: int,
+    name: str, arch: ArchTraits, tile: Tile, split: bool, whole: bool, many: bool, dtype: torch.dtype,
+    fp8_format: Fp8Format | None, x_scale: int, w_scale: int,
 ) -> CompileSpec:  # fmt: skip
     x, w = "*bf16" if x_scale == UNSCALED else "*u8", "*u8" if fp8_format else "*bf16"
     scale = {FP32_SCALE: "*fp32", BYTE_SCALE: "*u8"}
@@ -356,8 +361,8 @@ def _matmul_spec(
         f"block_matmul {name} {tile.rows}x{tile.columns}" + (" split" if split else ""),
         {key: kind for key, kind in signature.items() if key not in ones},
         constexprs={**values, **dict.fromkeys(ones, 1)},
-        unaligned=tuple(key for key in signature if key.startswith("stride_") and "scale" in key),
-        aligned=("num_columns", "num_channels"),
+        unaligned=("stride_x_scale_group", "stride_x_scale_block") if x_scale == FP32_SCALE else (),
+        aligned=("num_columns", "num_channels", *(["blocks_per_split"] if whole else [])),
         num_warps=tile.warps,
         archs=(arch.name,),
         has_dot=True,

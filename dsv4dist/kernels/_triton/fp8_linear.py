@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError
 from dsv4dist.kernels._triton.block_matmul import (
-    BYTE_SCALE,
     FP32_SCALE,
     ROW_COUNTS,
     SCALE_BLOCK,
@@ -19,11 +19,15 @@ from dsv4dist.kernels._triton.block_matmul import (
 )
 from dsv4dist.kernels._triton.checks import FLOATS, check_rows
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.fp8_vector import fp8_vector
 from dsv4dist.kernels._triton.quantise import decode_scale, encode_e4m3, magnitude
+from dsv4dist.kernels.fp8 import decode_scale_byte
 from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
 
 GROUPS_PER_PROGRAM = 8
+FEW_ROWS = 64
+"""Rows up to which a product takes as long as reading its weight."""
 _GROUP = tl.constexpr(ACT_GROUP)
 _INFINITY = tl.constexpr(0x7F800000)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -124,6 +128,8 @@ def fp8_linear(
     """
     _check(x, weight, weight_scale, x_scale, fp8_format, out_dtype)
     rows, columns = x.shape[0], weight.shape[0]
+    if x_scale is None and rows > FEW_ROWS and _library_has(weight, out_dtype):
+        return _library_product(x, weight, weight_scale, fp8_format, out_dtype)
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     if rows == 0 or columns == 0:
         return out
@@ -140,6 +146,31 @@ def fp8_linear(
     return out
 
 
+def _library_has(weight: torch.Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether torch has the block-scaled product for this weight: on Hopper, for whole blocks in fours of K."""
+    if weight.device.type != "cuda" or torch.version.hip is not None or not hasattr(F, "scaled_mm"):
+        return False
+    whole = weight.shape[0] % SCALE_BLOCK == 0 and weight.shape[1] % (4 * SCALE_BLOCK) == 0
+    return whole and out_dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device) == (9, 0)
+
+
+def _library_product(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, fp8_format: Fp8Format, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """The same product by torch, whose kernel takes multiples of 4 rows: what the spare rows hold goes nowhere."""
+    rows, channels = x.shape
+    padded = -(-rows // 4) * 4
+    data = torch.empty((padded, channels), dtype=fp8_format.torch_dtype, device=x.device)
+    scale = torch.empty((channels // ACT_GROUP, padded), dtype=torch.float32, device=x.device).T
+    quantise_rows(x, data[:rows], scale[:rows], ACT_FLOOR, fp8_format)
+    by_block = weight_scale if weight_scale.dtype == torch.float32 else decode_scale_byte(weight_scale)
+    kind = F.ScalingType
+    out = F.scaled_mm(
+        data, weight.T, scale, kind.BlockWise1x128, by_block.T, kind.BlockWise128x128, output_dtype=out_dtype
+    )
+    return out[:rows]
+
+
 def fp8_weight_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -153,8 +184,9 @@ def fp8_weight_linear(
         x             [T, g, K] float, any strides but unit in K
         weight        [g, N, K] of the encoding, unit stride in K; weight_scale [g, ceil(N / 128), ceil(K / 128)] fp32 or
                       e8m0; it multiplies
-    Returns [T, g, N] in x's dtype. The product is in x's type: nothing is gained by rounding x to fp8 (spec 6.2) while
-    reading the weight is what takes the time.  Capture: launches depend on sizes only.  Raises: ShapeError.
+    Returns [T, g, N] in x's dtype. Up to FEW_ROWS rows the product is in x's type: nothing is gained by rounding x to fp8
+    (spec 6.2) while reading the weight is what takes the time. More rows of a 16-bit x are quantised, as by `fp8_linear`.
+    Capture: launches depend on sizes only.  Raises: ShapeError.
     """
     check_rows("x", x, (None, weight.shape[0], weight.shape[2]))
     for group in range(min(1, weight.shape[0])):
@@ -163,6 +195,14 @@ def fp8_weight_linear(
         raise ShapeError("weight_scale", f"{len(weight)} groups", len(weight_scale))
     out = torch.empty((x.shape[0], *weight.shape[:2]), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
+        return out
+    if x.shape[0] > FEW_ROWS and x.dtype.itemsize == 2:
+        for group in range(len(weight)):
+            quantised = {"fp8_format": fp8_format, "out_dtype": x.dtype}
+            out[:, group] = fp8_linear(x[:, group], weight[group], weight_scale[group], **quantised)
+        return out
+    if len(x) == 1 and weight_scale.dtype == torch.float32:
+        fp8_vector(x[0], weight, weight_scale, out[0], fp8_format)
         return out
     if weight_scale.dtype == torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)
@@ -198,12 +238,12 @@ def _check(
 
 
 def compile_specs() -> list[CompileSpec]:
-    """The token quantiser, and Flash's wo_b with e8m0 scales; other projections compile to the same."""
+    """The token quantiser, and Flash's wo_b; other projections compile to the same."""
     return [
         *quantiser_specs("quantise_tokens", power=False),
-        *matmul_specs("fp8_linear", 1, 4096, 8192, FP32_SCALE, BYTE_SCALE),
-        *matmul_specs("fp8_linear decoding", 1, 4096, 8192, FP32_SCALE, BYTE_SCALE, decoded=True),
-        *matmul_specs("fp8_weight_linear", 1, 4096, 8192, UNSCALED, FP32_SCALE),
+        *matmul_specs("fp8_linear", 1, 4096, 8192, FP32_SCALE, FP32_SCALE),
+        *matmul_specs("fp8_linear decoding", 1, 4096, 8192, FP32_SCALE, FP32_SCALE, decoded=True),
+        *matmul_specs("fp8_weight_linear", 1, 4096, 8192, UNSCALED, FP32_SCALE, row_counts=(2, FEW_ROWS)),
     ]
 
 
@@ -223,7 +263,7 @@ def quantiser_specs(name: str, power: bool) -> list[CompileSpec]:
                       "GROUPS": GROUPS_PER_PROGRAM}  # fmt: skip
             specs.append(spec(
                 _quantise_tokens_kernel, f"{name} {fp8_format.value} x{rows}", signature, constexprs=values,
-                unaligned=("stride_scale_row", "stride_scale_group"), aligned=("num_channels",),
+                unaligned=("stride_scale_group",), aligned=("num_channels",),
                 num_warps=_warps(rows), archs=archs_of(fp8_format),
             ))  # fmt: skip
     return specs

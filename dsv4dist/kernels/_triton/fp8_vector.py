@@ -1,0 +1,108 @@
+"""One row times fp8 weights: what every projection of a single decode token is.
+
+The weights are all that costs. A program streams whole rows of them through registers, in loads that are all under way
+at once, and adds up in fp32; there are no partial results to merge.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4dist.kernels._triton.block_matmul import FORMATS, SCALE_BLOCK, arch_traits
+from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.quantise import cast, decode_e4m3
+from dsv4dist.kernels.paged_cache import Fp8Format
+
+MAX_CHANNELS = 4096
+"""Channels that a program holds at once."""
+TILE, LARGE_TILE, MANY_COLUMNS = 16384, 32768, 4096
+"""Weights that a program holds at once: the larger tile where there are so many columns that programs abound."""
+_FNUZ = tl.constexpr(FORMATS[Fp8Format.FNUZ])
+_SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
+
+
+@triton.jit
+def _fp8_vector_kernel(
+    x_ptr, weight_ptr, scale_ptr, out_ptr, num_columns, num_channels, stride_x_group, stride_group, stride_row,
+    stride_scale_group, stride_scale_row, stride_out_group, FORMAT: tl.constexpr, STORED: tl.constexpr,
+    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS outputs of one group, which divide 128 and so share their scales. ONCE: CHANNELS are all channels."""
+    first = tl.program_id(0) * COLUMNS
+    group = tl.program_id(1).to(tl.int64)
+    column = first + tl.arange(0, COLUMNS)
+    column_ok = column < num_columns
+    rows = weight_ptr + group * stride_group + column.to(tl.int64)[:, None] * stride_row
+    scales = scale_ptr + group * stride_scale_group + (first // _SCALE_BLOCK).to(tl.int64) * stride_scale_row
+    x_row = x_ptr + group * stride_x_group
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for begin in range(0, 1 if ONCE else num_channels, CHANNELS):
+        channel = begin + tl.arange(0, CHANNELS)
+        inside = channel < num_channels
+        at = rows + channel[None, :]
+        mask = column_ok[:, None] & inside[None, :]
+        if STORED is not None:
+            weight = tl.load(at.to(tl.pointer_type(STORED)), mask=mask, other=0.0).to(tl.float32)
+        else:
+            weight = decode_e4m3(tl.load(at, mask=mask, other=0), FORMAT == _FNUZ)
+        scale = tl.load(scales + channel // _SCALE_BLOCK, mask=inside, other=0.0)
+        x = tl.load(x_row + channel, mask=inside, other=0.0).to(tl.float32) * scale
+        total += tl.sum(weight * x[None, :], 1)
+    out = out_ptr + group * stride_out_group + column
+    tl.store(out, cast(total, out_ptr.dtype.element_ty), mask=column_ok)
+
+
+def fp8_vector(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, fp8_format: Fp8Format
+) -> None:
+    """out[group] = weight[group] . x[group], accumulated in fp32, with one scale per 128 x 128 weights.
+
+        x       [g, K] float, unit stride in K
+        weight  [g, N, K] of the encoding, unit stride in K; scale [g, ceil(N / 128), ceil(K / 128)] fp32, unit stride
+        out     [g, N] any float dtype, unit stride in N, written
+    Capture: the launch depends on sizes only.
+    """
+    groups, columns, channels = weight.shape
+    data = weight.view(torch.uint8)
+    constants = _constants(groups, columns, channels, arch_traits(x.device).fp8_format, x.device.type, fp8_format)
+    _fp8_vector_kernel[(triton.cdiv(columns, constants["COLUMNS"]), groups)](
+        x, data, scale, out, columns, channels, x.stride(0), data.stride(0), data.stride(1), scale.stride(0),
+        scale.stride(1), out.stride(0), **constants, num_warps=4,
+    )  # fmt: skip
+
+
+def _constants(
+    groups: int, columns: int, channels: int, native: Fp8Format, device_type: str, fp8_format: Fp8Format
+) -> dict[str, object]:
+    depth = min(MAX_CHANNELS, triton.next_power_of_2(channels))
+    tile = LARGE_TILE if groups * columns >= MANY_COLUMNS else TILE
+    stored = tl.float8e4nv if fp8_format is Fp8Format.OCP else tl.float8e4b8
+    return {
+        "FORMAT": FORMATS[fp8_format],
+        "STORED": stored if fp8_format is native and device_type != "cpu" else None,
+        "COLUMNS": max(1, min(16, tile // depth)),
+        "CHANNELS": depth,
+        "ONCE": channels <= depth,
+    }
+
+
+def compile_specs() -> list[CompileSpec]:
+    """Projections of Flash: few and many columns, whole rows at once and in parts; OCP weights also where decoded."""
+    signature = {"x_ptr": "*bf16", "weight_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
+    numbers = ("num_columns", "num_channels", "stride_x_group", "stride_group", "stride_row", "stride_scale_group",
+               "stride_scale_row", "stride_out_group")  # fmt: skip
+    return [
+        spec(
+            _fp8_vector_kernel,
+            f"fp8_vector {columns}x{channels} {fp8_format.value}",
+            {**signature, **dict.fromkeys(numbers, "i32")},
+            constexprs=_constants(1, columns, channels, fp8_format, "cuda", fp8_format),
+            unaligned=("stride_scale_group", "stride_scale_row"),
+            aligned=("num_columns", "num_channels"),
+            archs=archs_of(fp8_format),
+        )
+        for fp8_format in Fp8Format
+        for columns, channels in ((1536, 4096), (32768, 1024), (4096, 8192))
+    ]
