@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -43,10 +44,17 @@ def traits_by_name(name: str) -> ArchTraits:
     return _KNOWN.get(name, ArchTraits(name, Fp8Format.OCP, 256, 64 * 1024, 32))
 
 
+def arch_name(properties: Any) -> str:
+    """gfx942, sm90, ...: the architecture in torch's description of a GPU."""
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    # CUDA builds of torch have a gcnArchName too, but there it is the product's name.
+    return f"sm{properties.major}{properties.minor}"
+
+
 def arch_of(device: torch.device) -> ArchTraits:
     """Traits of a device that is present, with its true number of compute units."""
     if device.type == "cpu":
         return _KNOWN["cpu"]
     properties = torch.cuda.get_device_properties(device)
-    name = getattr(properties, "gcnArchName", "").split(":")[0] or f"sm{properties.major}{properties.minor}"
-    return replace(traits_by_name(name), compute_units=properties.multi_processor_count)
+    return replace(traits_by_name(arch_name(properties)), compute_units=properties.multi_processor_count)

@@ -59,10 +59,12 @@ def devices() -> list[str]:
     """One line per GPU that this process sees: name, architecture, memory."""
     import torch
 
+    from dsv4dist.arch import arch_name
+
     found = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        arch = getattr(facts, "gcnArchName", f"sm{facts.major}{facts.minor}")
+        arch = arch_name(facts)
         found.append(f"{index}: {facts.name}, {arch}, {facts.total_memory / 2**30:.0f} GiB")
     return found
 

@@ -21,6 +21,8 @@ from dsv4dist.kernels.split_plan import plan_splits
 HEAD_DIM = 512
 ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
+IN_PLACE_QUERIES, IN_PLACE_HEADS = 1024, 16
+"""From so many queries on, as in prefill, and for so few heads, Hopper runs the kernel that is made for keys in the L2."""
 _FORMATS = {Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}  # as in tiles.py; 3 = rows, 0 = no segment
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,6 +78,12 @@ def sparse_attention(
         capacities = [source.indices.numel() if source.code else 0 for source in sources]
         blocks = triton.cdiv(num_heads, tile.heads)
         num_splits = plan_splits(num_queries, blocks, *capacities, traits.num_units, tile.splits)
+    if tile.warpgroup and num_splits == 1 and num_queries >= IN_PLACE_QUERIES and num_heads <= IN_PLACE_HEADS:
+        from dsv4dist.kernels._triton.hopper_prefill import launch_in_place
+
+        with _on(q.device):
+            launch_in_place(q, *sources, sink, scale * LOG2_E, positions, cos_sin, out)
+        return out
     rotate = positions is not None
     _launch(q, sources, sink, scale, positions, cos_sin, out, num_splits, tile, dtype, exact, rotate)
     return out
@@ -268,7 +276,8 @@ def compile_specs() -> list[CompileSpec]:
             for fp8_format in (traits_by_name(arch).fp8_format, None):
                 segments = [_storage(64, fp8_format)] + ([_storage(block_size, fp8_format)] if block_size else [])
                 dtype, exact = _compute_types(segments, traits)
-                main, extra = _source(segments[0], traits), _absent(segments[0].cache.data)
+                query = torch.empty((1, 1, HEAD_DIM), dtype=torch.bfloat16, device="meta")
+                main, extra = _source(segments[0], traits), _absent(query)
                 if block_size:
                     extra = _source(segments[1], traits)
                 for heads in (8, 16, 32, 64, 128):
@@ -304,7 +313,7 @@ def _partial_spec(
     main, extra = sources
     main_type, extra_type = (POINTER_OF[str(one.data.dtype).removeprefix("torch.")] for one in sources)
     signature = {
-        "q_ptr": "*bf16", "main_indptr_ptr": "*i32", "extra_indptr_ptr": "*i32", **_RESULTS, "stride_q": "i32",
+        "q_ptr": "*bf16", "main_indptr_ptr": "*i32", **_RESULTS, "stride_q": "i32",
         "stride_head": "i32", "main_stride": "i32", "extra_stride": "i32", "main_slots": "i32", "extra_slots": "i32",
         "scale_log2": "fp32",
     }  # fmt: skip
@@ -315,18 +324,17 @@ def _partial_spec(
         from dsv4dist.kernels._triton.hopper_decode import sparse_decode_hopper_kernel
 
         signature |= {
-            "data_ptr": main_type, "indices_ptr": "*i32", "pages_delta": "i64", "indices_delta": "i64",
-            "main_shift": "i32", "extra_shift": "i32",
+            "data_ptr": main_type, "indices_ptr": "*i32", "extra_indptr_ptr": "*i32", "pages_delta": "i64",
+            "indices_delta": "i64", "main_shift": "i32", "extra_shift": "i32",
         }  # fmt: skip
         values |= {"EXTRA": extra.code != 0, "HEADS": tile.heads, "WARPS": tile.warps}
         return spec(sparse_decode_hopper_kernel, f"{name} hopper", signature, constexprs=values, large=("data_ptr",),
-                    **common)  # fmt: skip
+                    aligned=() if extra.code else ("pages_delta", "indices_delta"), **common)  # fmt: skip
+    list_type = "*i32" if extra.code else extra_type  # of an absent segment every pointer is the query's
     signature |= {
-        "main_ptr": main_type,
-        "main_indices_ptr": "*i32",
-        "extra_ptr": extra_type,
-        "extra_indices_ptr": "*i32",
-    }
+        "main_ptr": main_type, "main_indices_ptr": "*i32", "extra_ptr": extra_type, "extra_indices_ptr": list_type,
+        "extra_indptr_ptr": list_type,
+    }  # fmt: skip
     values |= {
         "MAIN": main.code, "MAIN_BLOCK": main.block_size, "MAIN_NATIVE": main.native, "EXTRA": extra.code,
         "EXTRA_BLOCK": extra.block_size, "EXTRA_NATIVE": extra.native, "DTYPE": dtype, "EXACT": exact,
@@ -334,7 +342,7 @@ def _partial_spec(
     }  # fmt: skip
     return spec(
         sparse_decode_partial_kernel, name, signature, constexprs=values, aligned=("main_stride", "extra_stride"),
-        large=("main_ptr", "extra_ptr"), num_stages=tile.stages, **common,
+        large=("main_ptr", "extra_ptr") if extra.code else ("main_ptr",), num_stages=tile.stages, **common,
     )  # fmt: skip
 
 
