@@ -48,6 +48,7 @@ def _linear_cases(linear: Linear, rows: int) -> Iterator[Case]:
         return Case(op, method, fields, partial(make, linear, rows), bytes_moved + results, flops, fp8)
 
     yield case("triton", _ours, fp8_weight + rows * k * 2)
+    yield case("as in layers", _as_in_layers, fp8_weight + rows * k * 2)
     yield case("triton, quantised rows", _ours_quantised, fp8_weight + fp8_rows)
     yield case("torch scaled_mm, 128-blocks", _library_blocks, fp8_weight + fp8_rows)
     yield case("torch scaled_mm, one scale per row", _library_rows, n * (k + 4) + rows * (k + 4))
@@ -66,7 +67,18 @@ def _ours(linear: Linear, rows: int, device: torch.device) -> Call:
     from dsv4dist.kernels._triton.fp8_linear import fp8_linear
 
     x = normal(rows, linear.k, device=device)
-    return partial(fp8_linear, x, *_weight((linear.n, linear.k), device), fp8_format=arch_of(device).fp8_format)
+    data, scale = _weight((linear.n, linear.k), device)
+    return partial(fp8_linear, x, data, decode_scale_byte(scale), fp8_format=arch_of(device).fp8_format)
+
+
+def _as_in_layers(linear: Linear, rows: int, device: torch.device) -> Call:
+    """What layers call: few rows are not quantised; the kernel is chosen by their number."""
+    from dsv4dist.kernels._triton.fp8_linear import fp8_weight_linear
+
+    groups = linear.groups if linear.layer == "wo_a" else 1
+    data, scale = _weight((groups, linear.n, linear.k), device)
+    x = normal(rows, groups, linear.k, device=device)
+    return partial(fp8_weight_linear, x, data, decode_scale_byte(scale), arch_of(device).fp8_format)
 
 
 def _ours_quantised(linear: Linear, rows: int, device: torch.device) -> Call:
@@ -125,6 +137,7 @@ def _grouped_cases(linear: Linear, rows: int) -> Iterator[Case]:
     flops = 2 * rows * groups * n * k
     for method, dtype, make in (
         ("triton", "fp8", _grouped_fp8),
+        ("as in layers", "fp8", _as_in_layers),
         ("triton", "bfloat16", _grouped_bf16),
         ("torch einsum", "bfloat16", _grouped_einsum),
     ):

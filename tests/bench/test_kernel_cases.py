@@ -191,7 +191,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(kernels, "time_graph", time_graph)
     monkeypatch.setattr(kernels, "cache_bytes", lambda device: 1)
-    monkeypatch.setattr(kernels, "_device", lambda bench: CPU)
+    monkeypatch.setattr(kernels, "gpu_for", lambda bench: CPU)
     monkeypatch.setattr(kernels, "measure_ceilings", lambda device, replays: (H200, {"copy": Spread(1.0, 1.0, 1.0)}))
     return calls_of
 

@@ -139,7 +139,7 @@ def test_fp8_weights_alone(
 
 
 @pytest.mark.parametrize("implementation", WEIGHT_ONLY[1:])
-@pytest.mark.parametrize(("groups", "rows", "channels"), [(2, 96, 200), (1, 256, 512)])
+@pytest.mark.parametrize(("groups", "rows", "channels"), [(1, 96, 200), (1, 256, 512)])
 def test_many_rows_are_quantised(implementation: Implementation, groups: int, rows: int, channels: int) -> None:
     """Beyond FEW_ROWS activations are quantised; whole blocks take the library's product where it exists."""
     generator = torch.Generator().manual_seed(5)

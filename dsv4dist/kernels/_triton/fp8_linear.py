@@ -26,8 +26,8 @@ from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
 
 GROUPS_PER_PROGRAM = 8
-FEW_ROWS = 64
-"""Rows up to which a product takes as long as reading its weight."""
+FEW_ROWS, FEW_ROWS_IN_GROUPS = 64, 512
+"""Rows up to which a product takes as long as reading its weight; groups have a product each, or one launch for all."""
 _GROUP = tl.constexpr(ACT_GROUP)
 _INFINITY = tl.constexpr(0x7F800000)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -184,8 +184,9 @@ def fp8_weight_linear(
         x             [T, g, K] float, any strides but unit in K
         weight        [g, N, K] of the encoding, unit stride in K; weight_scale [g, ceil(N / 128), ceil(K / 128)] fp32 or
                       e8m0; it multiplies
-    Returns [T, g, N] in x's dtype. Up to FEW_ROWS rows the product is in x's type: nothing is gained by rounding x to fp8
-    (spec 6.2) while reading the weight is what takes the time. More rows of a 16-bit x are quantised, as by `fp8_linear`.
+    Returns [T, g, N] in x's dtype. Few rows (see FEW_ROWS) are multiplied in x's type: nothing is gained by rounding x to
+    fp8 (spec 6.2) while reading the weight is what takes the time. More rows of a 16-bit x are quantised, as by
+    `fp8_linear`.
     Capture: launches depend on sizes only.  Raises: ShapeError.
     """
     check_rows("x", x, (None, weight.shape[0], weight.shape[2]))
@@ -193,12 +194,14 @@ def fp8_weight_linear(
         _check(x[:, group], weight[group], weight_scale[group], None, fp8_format, x.dtype)
     if len(weight_scale) != len(weight):
         raise ShapeError("weight_scale", f"{len(weight)} groups", len(weight_scale))
+    quantised = {"fp8_format": fp8_format, "out_dtype": x.dtype}
+    if len(weight) == 1 and x.shape[0] > FEW_ROWS and x.dtype.itemsize == 2:
+        return fp8_linear(x[:, 0], weight[0], weight_scale[0], **quantised).unsqueeze(1)
     out = torch.empty((x.shape[0], *weight.shape[:2]), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    if x.shape[0] > FEW_ROWS and x.dtype.itemsize == 2:
+    if x.shape[0] > FEW_ROWS_IN_GROUPS and x.dtype.itemsize == 2:
         for group in range(len(weight)):
-            quantised = {"fp8_format": fp8_format, "out_dtype": x.dtype}
             out[:, group] = fp8_linear(x[:, group], weight[group], weight_scale[group], **quantised)
         return out
     if len(x) == 1 and weight_scale.dtype == torch.float32:

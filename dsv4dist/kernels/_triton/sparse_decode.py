@@ -21,8 +21,8 @@ from dsv4dist.kernels.split_plan import plan_splits
 HEAD_DIM = 512
 ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
-IN_PLACE_QUERIES, IN_PLACE_HEADS = 1024, 16
-"""From so many queries on, as in prefill, and for so few heads, Hopper runs the kernel that is made for keys in the L2."""
+IN_PLACE_QUERIES, IN_PLACE_HEADS = 128, 16
+"""From so many queries on, and for so few heads, Hopper runs the kernel without splits in which keys stay in registers."""
 _FORMATS = {Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}  # as in tiles.py; 3 = rows, 0 = no segment
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -74,19 +74,23 @@ def sparse_attention(
     sources = (_source(main, traits), _absent(q) if extra is None else _source(extra, traits))
     dtype, exact = _compute_types([main] if extra is None else [main, extra], traits)
     tile = traits.tile(num_heads, dtype, all(_warpgroup_ready(source) for source in sources))
-    if num_splits is None:
-        capacities = [source.indices.numel() if source.code else 0 for source in sources]
-        blocks = triton.cdiv(num_heads, tile.heads)
-        num_splits = plan_splits(num_queries, blocks, *capacities, traits.num_units, tile.splits)
-    if tile.warpgroup and num_splits == 1 and num_queries >= IN_PLACE_QUERIES and num_heads <= IN_PLACE_HEADS:
+    if num_splits is None and _in_place(tile, num_queries, num_heads):
         from dsv4dist.kernels._triton.hopper_prefill import launch_in_place
 
         with _on(q.device):
             launch_in_place(q, *sources, sink, scale * LOG2_E, positions, cos_sin, out)
         return out
+    if num_splits is None:
+        capacities = [source.indices.numel() if source.code else 0 for source in sources]
+        blocks = triton.cdiv(num_heads, tile.heads)
+        num_splits = plan_splits(num_queries, blocks, *capacities, traits.num_units, tile.splits)
     rotate = positions is not None
     _launch(q, sources, sink, scale, positions, cos_sin, out, num_splits, tile, dtype, exact, rotate)
     return out
+
+
+def _in_place(tile: Tile, num_queries: int, num_heads: int) -> bool:
+    return tile.warpgroup and num_queries >= IN_PLACE_QUERIES and num_heads <= IN_PLACE_HEADS
 
 
 def planned_splits(
@@ -95,6 +99,8 @@ def planned_splits(
     """The split count of a call on two fp8 caches in the device's own encoding, whose lists have these capacities."""
     traits = traits_of(device)
     tile = traits.tile(num_heads, tl.float32 if traits.only_fp32 else tl.float16, True)
+    if _in_place(tile, num_queries, num_heads):
+        return 1
     blocks = triton.cdiv(num_heads, tile.heads)
     return plan_splits(num_queries, blocks, main_capacity, extra_capacity, traits.num_units, tile.splits)
 
