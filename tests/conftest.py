@@ -16,6 +16,9 @@ import torch
 
 import tests.kernels.implementations  # noqa: F401  # must come before anything that imports triton
 from dsv4dist.config.runtime import EngineConfig
+from dsv4dist.env import prepare_private_ray
+
+prepare_private_ray()  # before anything imports Ray, which else listens on the machine's outside address
 
 CPU_FP32: dict[str, Any] = {
     "device": "cpu",

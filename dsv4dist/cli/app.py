@@ -72,6 +72,8 @@ def run(arguments: list[str]) -> int:
         # Ray, while it starts, answers SIGTERM by sys.exit(SIGTERM).
         return _interrupted(signal.SIGTERM) if end.code == signal.SIGTERM else _code(end.code)
     except Exception as error:
+        if isinstance(error.__cause__, Interrupted):  # the SystemError that compiled code of Ray makes of it
+            return _interrupted(error.__cause__.signum)
         if debug_wanted():
             traceback.print_exc()
         text, code = _describe(error, arguments)

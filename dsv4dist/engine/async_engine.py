@@ -109,7 +109,10 @@ class AsyncEngine:
         self._engine.abort(request_id)
 
     def _serve(self) -> None:
-        """The thread: take what was asked for, run a step, send what it gave; sleep while nothing is to do."""
+        """The thread: take what was asked for, run a step, send what it gave.
+
+        While nothing is to do it sleeps, but for a look after the ranks at every IDLE_POLL_S, which `step` then is.
+        """
         ended = WorkerError("the engine was shut down")
         try:
             while not self._stopping:
@@ -135,9 +138,7 @@ class AsyncEngine:
             try:
                 command = self._commands.get(block=wait, timeout=IDLE_POLL_S if wait else None)
             except queue.Empty:
-                if not wait or self._stopping:
-                    return
-                continue
+                return
             command()
             wait = False
 

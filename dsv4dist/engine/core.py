@@ -14,6 +14,7 @@ from dsv4dist.cache.groups import cache_groups
 from dsv4dist.cache.prefix_cache import PrefixCache
 from dsv4dist.config.resolve import RunConfig
 from dsv4dist.engine.metrics import Metrics
+from dsv4dist.engine.recovery import Recovery
 from dsv4dist.engine.request import Request, RequestOutput, SamplingParams, ScoreOutput
 from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4dist.engine.step_plan import build_step_plan
@@ -36,13 +37,15 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         seed: int = 0,
         trace: Path | None = None,
+        max_recoveries: int = 0,
     ) -> None:
         """Start the ranks; they are ended again if that fails.  Raises: ConfigError, PlacementError, WorkerError."""
         self._trace = StepTrace(trace)
         self.config, self.tokenizer, self._executor = config, tokenizer, executor
         self._default_seeds = itertools.count(seed)
+        self._recovery = Recovery(executor, max_recoveries)
         try:
-            self.report = executor.start()
+            self.report = self._recovery.start()
             self._scheduler = self._make_scheduler()
         except BaseException:
             executor.shutdown()
@@ -53,6 +56,7 @@ class EngineCore:
         self._tokens_done = self._tokens_max = 0
         self._drafts_proposed = self._drafts_accepted = 0
         self.metrics = Metrics()
+        self.metrics.record_recoveries(self._recovery.used, self._recovery.seconds)
 
     def shutdown(self) -> None:
         """End every rank, finish the trace; safe to call twice and from an exception handler."""
@@ -85,10 +89,12 @@ class EngineCore:
         return bool(found)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, if anything is left to do; returns the requests that ended, aborted ones included.
+        """Run one step, or if nothing is left to do look after the ranks; returns the requests that ended, aborted ones
+        included.
 
-        Raises: WorkerError when the ranks are lost; every unfinished request has ended with "error" then, and comes
-        from the next call.
+        Ranks that are lost are started again, and requests go on where they were.
+        Raises: WorkerError when that fails; every unfinished request has ended with "error" then, and comes from the
+        next call.
         """
         self._advance()
         return self.take_finished()
@@ -101,7 +107,7 @@ class EngineCore:
     def stream_all(self) -> Iterator[RequestOutput]:
         """Serve everything that was submitted; yields each request when it has ended.
 
-        Raises: WorkerError when the ranks are lost, after an "error" output for each unfinished request.
+        Raises: WorkerError when the ranks are lost for good, after an "error" output for each unfinished request.
         """
         while self._scheduler.has_unfinished or self._finished:
             try:
@@ -186,13 +192,38 @@ class EngineCore:
             yield
 
     def _advance(self) -> None:
-        """Run one step if anything is left to do; when the ranks are lost every unfinished request ends with it."""
-        if self._scheduler.has_unfinished:
-            try:
+        """Run one step, or if nothing is left to do look after the ranks; the only place that meets their loss.
+
+        A step whose result did not arrive has changed no request but for its place in the caches, which is lost too.
+        """
+        try:
+            if self._scheduler.has_unfinished:
                 self._step()
-            except WorkerError as error:
-                self._fail_unfinished(str(error))
-                raise
+            else:
+                self._executor.check()
+        except WorkerError as error:
+            self._recover(error)
+
+    def _recover(self, error: WorkerError) -> None:
+        """Start the ranks again and queue what is unfinished, or end it with "error" and raise."""
+        try:
+            with self._trace.span("recover"):
+                self.report = self._recovery.recover(error)
+        except WorkerError as final:
+            self._fail_unfinished(str(final))
+            raise
+        finally:
+            self.metrics.record_recoveries(self._recovery.used, self._recovery.seconds)
+        before, self._scheduler = self._scheduler, self._make_scheduler()
+        self._scheduler.take_over(before)
+        capacity = self._scheduler.blocks.max_tokens()
+        for request in self._scheduler.unfinished:
+            if capacity is not None and request.max_total_tokens > capacity:
+                self._scheduler.abort(request)
+                request.finish(
+                    "error", f"needs {request.max_total_tokens} tokens of cache; after a recovery {capacity} fit"
+                )
+                self._account_finished(request)
 
     def _step(self) -> None:
         """Plan one step, have it run, and account for what came back."""

@@ -29,6 +29,8 @@ COUNTERS = {
     "computed_tokens": "Rows of all steps",
     "draft_tokens": "Drafts that were verified",
     "accepted_draft_tokens": "Drafts that were right",
+    "recoveries": "Times that lost ranks were started again",
+    "recovery_seconds": "Seconds that this took",
 }
 RATE_SPAN_S = 10.0
 
@@ -42,6 +44,10 @@ class Metrics:
     _exported: dict[str, Any] | None = None
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
     _recent_tokens: int = 0
+
+    def record_recoveries(self, recoveries: int, seconds: float) -> None:
+        """Account for all recoveries so far; Ray learns of them with the next step."""
+        self.values |= {"recoveries": recoveries, "recovery_seconds": seconds}
 
     def record_step(
         self, scheduler: Scheduler, step_s: float, num_rows: int, num_new_tokens: int, acceptance: tuple[int, int]

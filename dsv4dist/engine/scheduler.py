@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dsv4dist.cache.blocks import BlockManager
+from dsv4dist.cache.blocks import BlockManager, BlockTables
 from dsv4dist.cache.groups import PREFIX_BLOCK_TOKENS
 from dsv4dist.cache.prefix_cache import PrefixCache, PrefixHit, extend_digests
 from dsv4dist.engine.chunking import chunk_tokens
@@ -51,6 +51,18 @@ class Scheduler:
         """Queue a request that fits an empty cache."""
         self.waiting.append(request)
         self.num_waiting += 1
+
+    def take_over(self, before: Scheduler) -> None:
+        """Queue all that another scheduler left unfinished when its caches were lost; its counts go on here."""
+        for request in before.unfinished:
+            request.restart()
+            request.tables = BlockTables()
+            self.add(request)
+        self.num_preemptions = before.num_preemptions
+        for name, pool in self.blocks.pools.items():
+            pool.evictions = before.blocks.pools[name].evictions
+        if self.prefix_cache is not None and before.prefix_cache is not None:
+            self.prefix_cache.stats = before.prefix_cache.stats
 
     @property
     def has_unfinished(self) -> bool:

@@ -23,10 +23,11 @@ import ray
 
 from dsv4dist.distributed.tp import TpInfo
 from dsv4dist.env import device_masks, set_thread_count
-from dsv4dist.workers.channel import ChannelAddress, RankChannel, make_keys
+from dsv4dist.workers.channel import ChannelAddress, ConnectionLostError, RankChannel, make_keys
 from dsv4dist.workers.devices import device_index
 from dsv4dist.workers.executor import Runner, RunnerFactory
 from dsv4dist.workers.failure import FailureKind, RankFailure, describe
+from dsv4dist.workers.processes import Process, find_process
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from dsv4dist.distributed.comm import Communicator
 
 CONCURRENCY_GROUPS = {"device": 1, "health": 1}
+EXECUTING = "executing packet"
+"""How the phase of a rank begins that runs a step."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,7 +50,7 @@ class RankPlace:
     hostname: str
     host: str
     """The node's address in the cluster."""
-    pid: int
+    process: Process
     gpu_id: str
     """Empty without a GPU."""
     public_key: bytes
@@ -94,9 +97,8 @@ def _with_rank(method: Callable[Concatenate[Worker, P], R]) -> Callable[Concaten
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            kind = FailureKind.COLLECTIVE if _is_collective(error) else FailureKind.RAISED
-            message = f"{describe(error)} ({self.phase})"
-            raise RankFailure(self.rank, kind, message, time.time(), traceback.format_exc()) from None
+            message = f"{describe(error)} ({self.phase}; pid {os.getpid()} on {socket.gethostname()})"
+            raise RankFailure(self.rank, _kind_of(error), message, time.time(), traceback.format_exc()) from None
 
     return bordered
 
@@ -121,11 +123,13 @@ class Worker:
         context = ray.get_runtime_context()
         gpu_ids = context.get_accelerator_ids().get("GPU", [])
         self._gpu_id = str(gpu_ids[0]) if gpu_ids else ""
+        process = find_process(os.getpid())
+        assert process is not None, "this process exists"
         return RankPlace(
             node_id=context.get_node_id(),
             hostname=socket.gethostname(),
             host=ray.util.get_node_ip_address(),
-            pid=os.getpid(),
+            process=process,
             gpu_id=self._gpu_id,
             public_key=self._keys.public,
             masks=device_masks(),
@@ -194,10 +198,10 @@ class Worker:
             step = self._channel.receive()
             if step is None:
                 break
-            self._enter(f"executing packet {step.sequence}")
-            result = self._runner.execute(step.packet)
-            if self.rank == 0:
-                self._channel.reply(step.sequence, result)
+            self._enter(f"{EXECUTING} {step.sequence}")
+            for result in self._runner.execute(step.packet):
+                if self.rank == 0:
+                    self._channel.reply(result)
         self._enter("stopped")
         self._channel.close()
         self._comm.close()
@@ -221,10 +225,16 @@ class Worker:
         self._since = time.monotonic()
 
 
-def _is_collective(error: Exception) -> bool:
-    # The class lives beside torch, which may not be loaded here yet; then no collective can have failed.
-    comm = sys.modules.get("dsv4dist.distributed.comm")
-    return comm is not None and isinstance(error, comm.CollectiveError)
+def _kind_of(error: Exception) -> FailureKind:
+    # Two of the classes live in torch or beside it, which may not be loaded here yet: then they were not raised.
+    comm, torch = sys.modules.get("dsv4dist.distributed.comm"), sys.modules.get("torch")
+    if comm is not None and isinstance(error, comm.CollectiveError):
+        return FailureKind.COLLECTIVE
+    if isinstance(error, ConnectionLostError):
+        return FailureKind.LOST
+    if torch is not None and isinstance(error, torch.AcceleratorError):
+        return FailureKind.DEVICE
+    return FailureKind.RAISED
 
 
 def _line_of(thread_id: int) -> str:

@@ -40,8 +40,12 @@ from dsv4dist.workers.messages import (
 _MAX_SOCKET_PATH = 107  # bytes that a Unix socket's path may have
 _IDLE_CHECK_MS = 1000
 _LINGER_MS = 500
-MAX_IN_FLIGHT = 16
-"""Packets that may be sent ahead of their results."""
+MAX_IN_FLIGHT = 256
+"""Results that may be outstanding."""
+
+
+class ConnectionLostError(WorkerError):
+    """The other end is not connected any more."""
 
 
 class Keys(NamedTuple):
@@ -92,6 +96,7 @@ class DriverChannel:
         assert [peer.rank for peer in peers] == list(range(len(peers))), "peers come in rank order"
         self._generation = generation
         self._next_sent = 0
+        self._results_due = 0
         self._next_collected = 0
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -114,12 +119,12 @@ class DriverChannel:
 
     @property
     def in_flight(self) -> int:
-        """Packets sent whose results have not been received."""
-        return (self._next_sent - self._next_collected) & SEQUENCE_MASK
+        """Results that packets sent will still bring."""
+        return (self._results_due - self._next_collected) & SEQUENCE_MASK
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest packet in flight, or of the next one."""
+        """Number of the oldest result in flight, or of the next one."""
         return self._next_collected
 
     def wait_connected(self, timeout_s: float, check: Callable[[], None]) -> None:
@@ -141,18 +146,23 @@ class DriverChannel:
             check()
             if missing and time.monotonic() > deadline:
                 ranks = ", ".join(map(str, sorted(missing)))
-                raise WorkerError(f"rank {ranks} did not connect to the driver within {timeout_s:g} s")
+                raise ConnectionLostError(f"rank {ranks} did not connect to the driver within {timeout_s:g} s")
 
-    def send(self, packet: Int32Array) -> None:
-        """Send a packet to every rank; the buffer may be reused afterwards.  Raises: WorkerError for a lost rank."""
-        assert self.in_flight < MAX_IN_FLIGHT, f"{self.in_flight} packets are in flight; collect a result first"
+    def send(self, packet: Int32Array, num_results: int = 1) -> None:
+        """Send a packet to every rank; the buffer may be reused afterwards.  Raises: WorkerError for a lost rank.
+
+        num_results  results that rank 0 answers with, one for each step in the packet
+        """
+        due = self.in_flight + num_results
+        assert due <= MAX_IN_FLIGHT, f"{due} results would be in flight; collect some first"
         for rank, socket in enumerate(self._sockets):
             frames = encode_step(packet, self._generation, self._next_sent, rank)
             try:
                 socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
             except zmq.Again:
-                raise WorkerError(f"rank {rank}: its connection is lost") from None
+                raise ConnectionLostError(f"rank {rank}: its connection is lost") from None
         self._next_sent = (self._next_sent + 1) & SEQUENCE_MASK
+        self._results_due = (self._results_due + num_results) & SEQUENCE_MASK
 
     def poll(self, timeout_s: float) -> StepResult | None:
         """The next result, or None when none arrives in time.  Raises: WorkerError for a message that is refused."""
@@ -161,7 +171,7 @@ class DriverChannel:
         header, frames = self._receive(0, (Kind.RESULT,))
         result = decode_result(header, frames, self._next_collected)
         if not self.in_flight:
-            raise WorkerError(f"rank 0 answers packet {header.sequence}, which was not sent")
+            raise WorkerError(f"rank 0 sent result {header.sequence}, which no packet asked for")
         self._next_collected = (self._next_collected + 1) & SEQUENCE_MASK
         return result
 
@@ -237,6 +247,7 @@ class RankChannel:
         self._rank = rank
         self._generation = generation
         self._expected = 0
+        self._next_reply = 0
         self._context = zmq.Context()
         self._socket = _socket(self._context, heartbeat_s, MAX_PACKET_BYTES)
         if address.server_key is not None:
@@ -270,13 +281,14 @@ class RankChannel:
         self._expected = (self._expected + 1) & SEQUENCE_MASK
         return ReceivedStep(header.sequence, decode_step(header, frames))
 
-    def reply(self, sequence: int, result: StepResult) -> None:
-        """Send the result of packet `sequence`; its arrays must not change afterwards.  Raises: WorkerError."""
-        frames = encode_result(result, self._generation, sequence, self._rank)
+    def reply(self, result: StepResult) -> None:
+        """Send the next result; its arrays must not change afterwards.  Raises: WorkerError."""
+        frames = encode_result(result, self._generation, self._next_reply, self._rank)
+        self._next_reply = (self._next_reply + 1) & SEQUENCE_MASK
         try:
             self._socket.send_multipart(frames, copy=False)
         except zmq.Again:
-            raise WorkerError("the connection to the driver is lost") from None
+            raise ConnectionLostError("the connection to the driver is lost") from None
 
     def close(self) -> None:
         """Close the socket; a second call does nothing."""
@@ -287,7 +299,7 @@ class RankChannel:
         # With `immediate` set, a connecting socket is writable only while its connection stands.
         events = int(self._socket.getsockopt(zmq.EVENTS))
         if not events & (zmq.POLLOUT | zmq.POLLIN):
-            raise WorkerError("the connection to the driver is lost")
+            raise ConnectionLostError("the connection to the driver is lost")
 
 
 class _OneKey:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,8 +90,8 @@ class Runner(Protocol):
         """Create the caches with the agreed sizes, and all that a step needs."""
         ...
 
-    def execute(self, packet: Int32Array) -> StepResult:
-        """Run one step. Every rank gets the same packet; only rank 0's result is used."""
+    def execute(self, packet: Int32Array) -> Iterator[StepResult]:
+        """Run the steps of a packet, a result each. All ranks get the same packets; only rank 0's results are used."""
         ...
 
 
@@ -100,7 +100,10 @@ RunnerFactory = Callable[["TpInfo", "Communicator", "torch.device"], Runner]
 
 
 class Executor(Protocol):
-    """Runs steps on every rank. Errors of ranks are WorkerError, one line with the rank and the first real cause."""
+    """Runs steps on every rank. Errors of ranks are WorkerError, one line with the rank and the first real cause.
+
+    Behind an error of `start`, `restart`, `check` or a step no rank is left: `restart` or `shutdown` comes next.
+    """
 
     @property
     def generation(self) -> int:
@@ -111,16 +114,27 @@ class Executor(Protocol):
         """Start every rank, load, agree on cache sizes and allocate.  Raises: PlacementError, WorkerError."""
         ...
 
+    def restart(self) -> WorkerReport:
+        """Start every rank again, as the next generation, which knows nothing of the one before.
+
+        Raises: PlacementError, WorkerError.
+        """
+        ...
+
+    def check(self) -> None:
+        """Between two steps: see whether every rank is there, unless none is.  Raises: WorkerError."""
+        ...
+
     def execute(self, packet: Int32Array) -> StepResult:
         """Run one step: `submit`, then `collect`."""
         ...
 
-    def submit(self, packet: Int32Array) -> None:
-        """Send a packet to every rank and return at once; its buffer may be reused afterwards."""
+    def submit(self, packet: Int32Array, num_steps: int = 1) -> None:
+        """Send a packet of `num_steps` steps to every rank and return at once; its buffer may be reused afterwards."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the result of the oldest packet that has not been collected."""
+        """Wait for the result of the oldest step that has not been collected."""
         ...
 
     def shutdown(self) -> None:

@@ -14,10 +14,21 @@ class FailureKind(IntEnum):
     """How a rank failed; a lower value explains a higher one."""
 
     DIED = 0  # the process is gone
-    RAISED = 1  # its own code raised
-    LOST = 2  # its connection broke
-    COLLECTIVE = 3  # a collective broke under it: another rank is the cause, if one is known
-    STUCK = 4  # no answer in time
+    DEVICE = 1  # its GPU failed under it
+    RAISED = 2  # its own code raised
+    STUCK = 3  # its process is there and does not go on
+    LOST = 4  # its connection broke
+    COLLECTIVE = 5  # a collective broke under it: another rank is the cause, if one is known
+
+    @property
+    def explains(self) -> bool:
+        """Whether it needs no other failure as its cause."""
+        return self <= FailureKind.RAISED
+
+    @property
+    def can_recover(self) -> bool:
+        """Whether new processes may do better: what a rank's own code raises, it would raise again."""
+        return self is not FailureKind.RAISED
 
 
 class RankFailure(WorkerError):
@@ -32,6 +43,8 @@ class RankFailure(WorkerError):
         """Wall-clock seconds; clocks of different nodes may disagree."""
         self.details = details
         """A traceback, for the log."""
+        self.unseen_s = 0.0
+        """Seconds from the last sign of life of all ranks to this report; the driver fills it in."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.message}"

@@ -49,6 +49,11 @@ class Placement:
     def size(self) -> int:
         return len(self.node_ids)
 
+    def is_whole(self) -> bool:
+        """Whether every bundle is still where it was granted."""
+        alive = {node.node_id for node in cluster_nodes()}
+        return alive.issuperset(self.node_ids) and _bundle_nodes(self.group) == self.node_ids
+
     def remove(self) -> None:
         """Give the resources back."""
         remove_placement_group(self.group)
@@ -77,20 +82,19 @@ def choose_strategy(nodes: Sequence[Node], size: int, resource: str) -> str | No
     return "PACK" if sum(capacities) >= size else None
 
 
-def place(size: int, resource: str, timeout_s: float, *, may_grow: bool = True) -> Placement:
+def place(size: int, resource: str, timeout_s: float, *, impossible_wait_s: float = IMPOSSIBLE_WAIT_S) -> Placement:
     """Reserve one CPU or one GPU (`resource`) for each of `size` ranks, on one node if any is large enough.
 
-    A cluster that is too small as a whole is refused after at most IMPOSSIBLE_WAIT_S, unless nodes are on their way;
-    at once if it cannot grow.
+    A cluster that is too small as a whole is refused after `impossible_wait_s`, unless nodes are on their way.
     Raises: PlacementError saying what was asked, what each node has, and which command to run.
     """
     strategy = choose_strategy(cluster_nodes(), size, resource)
-    if strategy is None and not may_grow:
+    if strategy is None and not impossible_wait_s:
         raise PlacementError(_refusal(size, resource, None, "the private Ray instance is too small"))
     group = placement_group([{resource: 1}] * size, strategy=strategy or "PACK")
     try:
         if strategy is None:
-            strategy = _wait_for_nodes(size, resource, timeout_s)
+            strategy = _wait_for_nodes(size, resource, timeout_s, min(impossible_wait_s, timeout_s))
             if strategy == "STRICT_PACK":  # the nodes that came can do better than what is pending
                 remove_placement_group(group)
                 group = placement_group([{resource: 1}] * size, strategy=strategy)
@@ -99,8 +103,7 @@ def place(size: int, resource: str, timeout_s: float, *, may_grow: bool = True) 
     except BaseException:
         remove_placement_group(group)
         raise
-    by_bundle = placement_group_table(group)["bundles_to_node_id"]
-    node_ids = tuple(by_bundle[bundle] for bundle in range(size))
+    node_ids = _bundle_nodes(group)
     log.info("placement: %d x 1 %s, %s on %d node(s)", size, resource, strategy, len(set(node_ids)))
     return Placement(group, strategy, resource, node_ids)
 
@@ -118,7 +121,13 @@ def rank_order(bundles: Sequence[tuple[str, str]], driver_node_id: str) -> list[
     return sorted(range(len(bundles)), key=key)
 
 
-def _wait_for_nodes(size: int, resource: str, timeout_s: float) -> str:
+def _bundle_nodes(group: PlacementGroup) -> tuple[str, ...]:
+    """The node id of each bundle, empty for one that has none."""
+    by_bundle = placement_group_table(group)["bundles_to_node_id"]
+    return tuple(by_bundle[bundle] or "" for bundle in sorted(by_bundle))
+
+
+def _wait_for_nodes(size: int, resource: str, timeout_s: float, impossible_wait_s: float) -> str:
     started = time.monotonic()
     coming = False
     while True:
@@ -127,23 +136,34 @@ def _wait_for_nodes(size: int, resource: str, timeout_s: float) -> str:
             return strategy
         waited = time.monotonic() - started
         coming = coming or _nodes_are_coming()
-        if waited > (timeout_s if coming else min(IMPOSSIBLE_WAIT_S, timeout_s)):
+        if waited > (timeout_s if coming else impossible_wait_s):
             raise PlacementError(_refusal(size, resource, None, "the cluster is too small"))
         time.sleep(_POLL_S)
 
 
 def _refusal(size: int, resource: str, strategy: str | None, why: str) -> str:
-    nodes = cluster_nodes()
-    has = "; ".join(f"{node.hostname} ({node.address}) {node.capacity(resource)}" for node in nodes) or "none"
-    free = int(ray.available_resources().get(resource, 0))
+    nodes, free = cluster_nodes(), _free(resource)
+    has = "; ".join(
+        f"{node.hostname} ({node.address}) {node.capacity(resource)}, {free.get(node.node_id, '?')} free"
+        for node in nodes
+    )
     spread = {None: "", "STRICT_PACK": " on one node", "PACK": " on as few nodes as possible"}[strategy]
     hint = ""
     if resource == "GPU" and not any(node.gpus for node in nodes):
         hint = " (Ray finds AMD GPUs through the Python package amdsmi; --device cpu needs none)"
     return (
-        f"placement of {size} ranks with 1 {resource} each{spread}: {why}; nodes have {resource}: {has}; "
-        f"{free} free{hint}; use a smaller --tensor-parallel-size, or see `ray status`"
+        f"placement of {size} ranks with 1 {resource} each{spread}: {why}; nodes have {resource}: {has or 'none'}"
+        f"{hint}; use a smaller --tensor-parallel-size, or see `ray status`"
     )
+
+
+def _free(resource: str) -> dict[str, int]:
+    """What is not in use now, by node id. Ray has no public call for it that works without its dashboard."""
+    try:
+        from ray._private.state import available_resources_per_node
+    except ImportError:
+        return {}
+    return {node_id: int(free.get(resource, 0)) for node_id, free in available_resources_per_node().items()}
 
 
 def _nodes_are_coming() -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 from dataclasses import dataclass, field
 
@@ -36,6 +37,12 @@ class RayConnection:
     """The driver's address in the cluster."""
     _processes: list[Process] = field(default_factory=list)
     _open: bool = True
+
+    def has_gpus(self) -> bool:
+        """Whether any node of the cluster offers a GPU."""
+        import ray
+
+        return bool(ray.cluster_resources().get("GPU", 0))
 
     def close(self) -> None:
         """Leave the cluster; a private one is ended, and no process of it is left. A second call does nothing."""
@@ -97,6 +104,12 @@ def connect_ray(address: str, tp_size: int) -> RayConnection:
             child for child in children(os.getpid()) if child not in before and "/ray/" in command_line(child.pid)
         ]
     return connection
+
+
+def joins_cluster(address: str) -> bool:
+    """Whether `connect_ray` would use a cluster that exists.  Raises: ConfigError for an address of another form."""
+    ray = sys.modules.get("ray")
+    return _target(address) is not None or (ray is not None and ray.is_initialized())
 
 
 def _target(address: str) -> str | None:

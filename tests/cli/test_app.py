@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from safetensors.torch import load, save_file
 import dsv4dist
 from dsv4dist.cli import info
 from dsv4dist.cli.app import run
+from dsv4dist.cli.signals import Interrupted
 from dsv4dist.errors import ShapeError
 from tests.cli.support import LOCAL, fails, succeeds
 
@@ -150,6 +152,7 @@ def test_nothing_heavy_is_imported_early() -> None:
 import sys
 import dsv4dist
 from dsv4dist.cli.app import run
+from dsv4dist.cli.signals import Interrupted
 codes = [run(["--help"]), run(["generate", "--help"]), run(["generate", "--model", "/nowhere", "--prompt", "a"])]
 heavy = {"torch", "ray", "transformers", "triton", "zmq"} & {name.partition(".")[0] for name in sys.modules}
 print(codes, sorted(heavy), file=sys.stderr)
@@ -166,3 +169,18 @@ def test_module_exits_with_the_code() -> None:
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_signal_inside_compiled_code_is_still_a_signal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's compiled calls turn the exception that a signal raises in them into a SystemError."""
+
+    class Interrupting:
+        def main(self, **options: object) -> None:
+            try:
+                raise Interrupted(signal.SIGTERM)
+            except Interrupted as interrupt:
+                raise SystemError("returned a result with an exception set") from interrupt
+
+    monkeypatch.setattr("dsv4dist.cli.app.get_command", lambda app: Interrupting())
+    assert run(["generate"]) == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM" in capsys.readouterr().err

@@ -76,7 +76,7 @@ class SimulatedExecutor:
         return self.start()
 
     def check(self) -> None:
-        pass
+        """All is well."""
 
     def submit(self, packet: Int32Array, num_steps: int = 1) -> None:
         assert num_steps == 1

@@ -30,7 +30,7 @@ def serve(end: RankChannel, rank: int, errors: list[Exception]) -> None:
         end.hello(10)
         while (step := end.receive()) is not None:
             if rank == 0:
-                end.reply(step.sequence, answer(step.packet))
+                end.reply(answer(step.packet))
     except WorkerError as error:
         errors.append(error)
     finally:
@@ -253,7 +253,7 @@ def test_too_many_packets_in_flight_are_a_bug_of_the_caller(pair: Callable[..., 
     p.driver.wait_connected(10, lambda: None)
     for _ in range(channel_module.MAX_IN_FLIGHT):
         p.driver.send(np.zeros(4, dtype=np.int32))
-    with pytest.raises(AssertionError, match="collect a result first"):
+    with pytest.raises(AssertionError, match="collect some first"):
         p.driver.send(np.zeros(4, dtype=np.int32))
 
 

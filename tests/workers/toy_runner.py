@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -53,7 +54,10 @@ class ToyRunner:
     def allocate(self, num_blocks: dict[str, int]) -> None:
         self.num_blocks = num_blocks
 
-    def execute(self, packet: Any) -> StepResult:
+    def execute(self, packet: Any) -> Iterator[StepResult]:
+        yield self._execute(packet)
+
+    def _execute(self, packet: Any) -> StepResult:
         order, step_id, value, rank, generation = (int(word) for word in packet[:5])
         if rank == self.tp.rank:
             if order == Order.RAISE:
