@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,20 @@ from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
 
 Prompt = str | Sequence[int]
+
+
+@dataclass
+class SentPacket:
+    """Steps that the ranks have been given; the results of the last `num_left` of them are to come."""
+
+    chosen: list[ScheduledRequest]
+    plan: StepPlan
+    num_left: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of its requests have ended, so that nobody wants the rest."""
+        return all(one.request.finish_reason is not None for one in self.chosen)
 
 
 class EngineCore:
@@ -51,7 +66,8 @@ class EngineCore:
             executor.shutdown()
             self._trace.close()
             raise
-        self._step_ids = itertools.count()
+        self._next_step = 0
+        self._sent: SentPacket | None = None
         self._finished: list[Request] = []
         self._tokens_done = self._tokens_max = 0
         self._drafts_proposed = self._drafts_accepted = 0
@@ -197,6 +213,10 @@ class EngineCore:
         A step whose result did not arrive has changed no request but for its place in the caches, which is lost too.
         """
         try:
+            while self._sent is not None and self._sent.is_over:
+                self._executor.collect()  # what came behind the end of all of its requests
+                self._sent.num_left -= 1
+                self._sent = self._sent if self._sent.num_left else None
             if self._scheduler.has_unfinished:
                 self._step()
             else:
@@ -206,6 +226,7 @@ class EngineCore:
 
     def _recover(self, error: WorkerError) -> None:
         """Start the ranks again and queue what is unfinished, or end it with "error" and raise."""
+        self._sent = None
         try:
             with self._trace.span("recover"):
                 self.report = self._recovery.recover(error)
@@ -226,20 +247,20 @@ class EngineCore:
                 self._account_finished(request)
 
     def _step(self) -> None:
-        """Plan one step, have it run, and account for what came back."""
-        started, step_id = time.monotonic(), next(self._step_ids)
-        with self._trace.span("plan", step=step_id):
-            chosen = self._scheduler.plan()
-        assert chosen, "an unfinished request is waiting, yet nothing can run"
-        with self._trace.span("pack", step=step_id):
-            plan = build_step_plan(chosen, self._executor.generation, step_id)
-            packet = plan.pack()
+        """Plan a packet of steps and send it if none is under way; wait for one step and account for what came back."""
+        started = time.monotonic()
+        sent = self._sent = self._sent or self._send()
+        chosen, plan = sent.chosen, sent.plan
         num_rows = sum(one.num_tokens for one in chosen)
+        step_id = plan.step_id + plan.num_steps - sent.num_left
         with self._trace.span(
             "execute", step=step_id, kind=plan.kind.name, requests=len(chosen), tokens=num_rows
         ) as args:
-            result = self._executor.execute(packet)
+            result = self._executor.collect()
             args["rank_us"] = result.elapsed_us
+        sent.num_left -= 1
+        if not sent.num_left:
+            self._sent = None
         num_before = sum(len(one.request.output_token_ids) for one in chosen)
         with self._trace.span("account", step=step_id):
             kept = self._accept(chosen, plan, result)
@@ -252,6 +273,20 @@ class EngineCore:
             if request.finish_reason is not None:
                 self._account_finished(request)
 
+    def _send(self) -> SentPacket:
+        """Plan the next step, and those that follow from it alone, and send them to the ranks."""
+        step_id = self._next_step
+        with self._trace.span("plan", step=step_id):
+            chosen = self._scheduler.plan()
+            num_steps = self._scheduler.run_ahead(chosen, self.config.run_ahead)
+        assert chosen, "an unfinished request is waiting, yet nothing can run"
+        with self._trace.span("pack", step=step_id, steps=num_steps):
+            plan = build_step_plan(chosen, self._executor.generation, step_id, num_steps)
+            packet = plan.pack()
+        self._next_step += num_steps
+        self._executor.submit(packet, num_steps)
+        return SentPacket(chosen, plan, num_steps)
+
     def _accept(self, chosen: Sequence[ScheduledRequest], plan: StepPlan, result: StepResult) -> list[int]:
         """Give every request its new tokens, drafts and scores; returns how many of its tokens stay computed."""
         k = self.config.speculative_tokens
@@ -262,6 +297,8 @@ class EngineCore:
             kept.append(num_tokens)
             if row_kind == RowKind.SAMPLE:
                 words = next(tokens)
+                if request.finish_reason is not None:
+                    continue  # it ended in an earlier step of the packet, or was aborted
                 new = [token for token in words[: 1 + k] if token != NO_TOKEN]
                 self._drafts_proposed += max(0, request.num_computed + num_tokens - request.num_tokens)
                 self._drafts_accepted += len(new) - 1

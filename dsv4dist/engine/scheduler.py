@@ -96,6 +96,24 @@ class Scheduler:
         prefills += self._admissions(budget, is_first=not prefills)
         return chosen + prefills
 
+    def run_ahead(self, chosen: Sequence[ScheduledRequest], limit: int) -> int:
+        """How many steps the ranks can take from a planned one without the driver, at most `limit`; blocks included.
+
+        More than 1 only while nobody waits to join, all requests go on by one token, none reaches its length before
+        the last of the steps, and blocks are there without preemption. A request that stops earlier costs the rest of
+        its rows.
+        """
+        if limit == 1 or self.num_waiting or len(chosen) < len(self.running):
+            return 1
+        if not all(one.num_tokens == 1 and one.request.is_decoding for one in chosen):
+            return 1
+        left = min(one.request.max_total_tokens - one.request.num_tokens for one in chosen)
+        steps = min(limit, left, max(1, self.max_num_batched_tokens // len(chosen)))
+        for request, _ in chosen:
+            while steps > 1 and not self.blocks.extend(request.tables, request.num_computed + steps):
+                steps -= 1
+        return steps
+
     def advance(self, chosen: Sequence[ScheduledRequest], kept: Sequence[int] | None = None) -> None:
         """Account for an executed step, after sampled tokens were appended and finished requests marked.
 

@@ -16,8 +16,8 @@ NO_TARGET = -1
 _NO_BLOCKS = GroupBlocks()
 
 
-def build_step_plan(chosen: Sequence[ScheduledRequest], generation: int, step_id: int) -> StepPlan:
-    """What all ranks need to know of a step; see PacketShape.sections for the contents."""
+def build_step_plan(chosen: Sequence[ScheduledRequest], generation: int, step_id: int, num_steps: int = 1) -> StepPlan:
+    """What all ranks need to know of a step, or several; see StepPlan and PacketShape.sections for the contents."""
     requests = [one.request for one in chosen]
     tables = [request.tables for request in requests]
     counts = np.array([one.num_tokens for one in chosen], dtype=np.int32)
@@ -43,7 +43,8 @@ def build_step_plan(chosen: Sequence[ScheduledRequest], generation: int, step_id
         sections[f"{name}.first_block"] = np.array([table.first_block for table in group], dtype=np.int32)
         sections[f"{name}.blocks"] = _padded([table.blocks for table in group])
     kind = StepKind.DECODE if not num_prefills else StepKind.MIXED
-    return StepPlan(generation, step_id, StepKind.PREFILL if num_prefills == len(chosen) else kind, sections)
+    kind = StepKind.PREFILL if num_prefills == len(chosen) else kind
+    return StepPlan(generation, step_id, kind, sections, num_steps)
 
 
 def _rows(chosen: Sequence[ScheduledRequest]) -> tuple[list[RowKind], list[int], int, list[int]]:

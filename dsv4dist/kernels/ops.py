@@ -13,6 +13,7 @@ from dsv4dist.errors import UnsupportedError
 class Ops:
     """One callable per operation; signatures and meaning are those of the functions in `kernels.reference`."""
 
+    step_rows: Callable[..., Any]
     rms_norm: Callable[..., Any]
     qr_kv_norm: Callable[..., Any]
     q_rope_kv_insert: Callable[..., Any]
@@ -39,9 +40,11 @@ def reference_ops() -> Ops:
         norm,
         q_rope_kv_insert,
         sparse_attention,
+        step_rows,
     )
 
     return Ops(
+        step_rows=step_rows.step_rows,
         rms_norm=norm.rms_norm,
         qr_kv_norm=norm.qr_kv_norm,
         q_rope_kv_insert=q_rope_kv_insert.q_rope_kv_insert,
@@ -71,6 +74,7 @@ def triton_ops() -> Ops:
             norm,
             q_rope_kv_insert,
             sparse_decode,
+            step_rows,
         )
     except ImportError as error:
         raise UnsupportedError(
@@ -78,6 +82,7 @@ def triton_ops() -> Ops:
         ) from None
 
     return Ops(
+        step_rows=step_rows.step_rows,
         rms_norm=norm.rms_norm,
         qr_kv_norm=norm.qr_kv_norm,
         q_rope_kv_insert=q_rope_kv_insert.q_rope_kv_insert,

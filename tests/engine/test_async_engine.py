@@ -20,14 +20,14 @@ def run(body: Callable[[AsyncEngine], Awaitable[None]], break_at: int | None = N
     def start(config: EngineConfig) -> object:
         core = simulated_engine(max_num_seqs=4)
         if break_at is not None:
-            execute = core._executor.execute
+            collect = core._executor.collect
 
-            def failing(packet: object) -> object:
+            def failing() -> object:
                 if core._executor.steps >= break_at:  # type: ignore[attr-defined]
                     raise WorkerError("rank 1: lost")
-                return execute(packet)  # type: ignore[arg-type]
+                return collect()
 
-            core._executor.execute = failing  # type: ignore[method-assign,assignment]
+            core._executor.collect = failing  # type: ignore[method-assign,assignment]
         return core
 
     async def main() -> AsyncEngine:

@@ -34,14 +34,14 @@ def test_the_trace_is_whole_json_even_after_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     engine = simulated_engine()
     engine._trace = StepTrace(path)
-    execute = engine._executor.execute
+    collect = engine._executor.collect
 
-    def failing(packet: object) -> object:
+    def failing() -> object:
         if engine._executor.steps == 4:  # type: ignore[attr-defined]
             raise WorkerError("rank 0: lost")
-        return execute(packet)  # type: ignore[arg-type]
+        return collect()
 
-    engine._executor.execute = failing  # type: ignore[method-assign,assignment]
+    engine._executor.collect = failing  # type: ignore[method-assign,assignment]
     with pytest.raises(WorkerError):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.shutdown()

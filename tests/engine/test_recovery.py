@@ -73,7 +73,7 @@ def serve(engine: EngineCore) -> tuple[dict[str, RequestOutput], WorkerError | N
     return outputs, None
 
 
-def lost_at(*calls: int, name: str = "execute", kind: FailureKind = FailureKind.DIED) -> Callable[[str], Any]:
+def lost_at(*calls: int, name: str = "collect", kind: FailureKind = FailureKind.DIED) -> Callable[[str], Any]:
     """A loss at these calls of a method, counted from 0."""
     seen = -1
 

@@ -36,9 +36,17 @@ def prompt_of(rng: random.Random, length: int, stems: list[list[int]]) -> list[i
     retained=st.integers(0, 4),
     prefix_caching=st.booleans(),
     drafts=st.sampled_from([0, 0, 1, 3, 11]),
+    run_ahead=st.sampled_from([1, 4, 16]),
 )
 def test_any_load_gives_what_each_request_gives_alone(
-    seed: int, max_num_seqs: int, budget: int, blocks: int, retained: int, prefix_caching: bool, drafts: int
+    seed: int,
+    max_num_seqs: int,
+    budget: int,
+    blocks: int,
+    retained: int,
+    prefix_caching: bool,
+    drafts: int,
+    run_ahead: int,
 ) -> None:
     rng = random.Random(seed)
     engine = simulated_engine(
@@ -48,6 +56,7 @@ def test_any_load_gives_what_each_request_gives_alone(
         retained_points=retained,
         prefix_caching=prefix_caching,
         speculative_tokens=drafts,
+        run_ahead=run_ahead,
         max_model_len=700,
     )
     stems = [[rng.randrange(VOCAB) for _ in range(600)] for _ in range(2)]
@@ -86,6 +95,43 @@ def test_any_load_gives_what_each_request_gives_alone(
     assert not engine._scheduler.running
     done, total = engine.progress()
     assert done <= total
+
+
+def test_steps_run_ahead_until_a_request_joins_or_must_end() -> None:
+    engine = simulated_engine(max_num_seqs=4, run_ahead=8)
+    packets: list[int] = []
+    submit = engine._executor.submit
+
+    def counted(packet: Any, num_steps: int = 1) -> None:
+        packets.append(num_steps)
+        submit(packet, num_steps)
+
+    engine._executor.submit = counted  # type: ignore[method-assign]
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True), "a")
+    for _ in range(4):  # the prompt, then three of eight steps
+        engine.step()
+    assert packets == [1, 8]
+    engine.submit([4, 5], SamplingParams(max_tokens=6, ignore_eos=True), "b")
+    outputs = {output.id: output.token_ids for output in engine.stream_all()}
+    # b joins behind the packet under way; 5 more steps end it, and 6 tokens of a are left then.
+    assert packets == [1, 8, 1, 5, 5]
+    assert outputs == {"a": alone([1, 2, 3], 20, True), "b": alone([4, 5], 6, True)}
+
+
+def test_what_comes_behind_a_stop_is_dropped() -> None:
+    """Requests that stop or are aborted amid a packet: its other results go nowhere, and the next request is right."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(5)] for _ in range(400)]
+    stops = next(prompt for prompt in prompts if 3 <= len(alone(prompt, 30)) <= 6)
+    engine = simulated_engine(max_num_seqs=4, run_ahead=16)
+    (output,) = engine.generate([stops], SamplingParams(max_tokens=30))
+    assert (output.token_ids, output.finish_reason) == (alone(stops, 30), "stop")
+    engine.submit([7, 8], SamplingParams(max_tokens=30, ignore_eos=True), "aborted")
+    engine.step()
+    engine.step()
+    assert engine.abort("aborted")
+    (other,) = engine.generate([[9, 9, 9]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert other.token_ids == alone([9, 9, 9], 20, True)
 
 
 def test_ten_thousand_short_requests() -> None:

@@ -64,7 +64,8 @@ class SimulatedExecutor:
     steps: int = 0
     rows: int = 0
     pages: dict[str, Int32Array] = field(default_factory=dict)
-    _result: StepResult | None = None
+    _packet: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    _num_left: int = 0
 
     def start(self) -> WorkerReport:
         for group in groups_of(self.config):
@@ -79,12 +80,17 @@ class SimulatedExecutor:
         """All is well."""
 
     def submit(self, packet: Int32Array, num_steps: int = 1) -> None:
-        assert num_steps == 1
-        self._result = self.execute(packet)
+        self._packet, self._num_left = packet.copy(), num_steps
 
     def collect(self) -> StepResult:
-        assert self._result is not None
-        return self._result
+        assert self._num_left > 0, "nothing was submitted"
+        self._num_left -= 1
+        result = self.execute(self._packet)
+        sections = split_sections(self._packet, read_header(self._packet, 1 << 20, 1 << 20).shape)
+        if self._num_left:
+            sections["token_ids"][:] = result.token_ids
+            sections["seq_lens"] += 1
+        return result
 
     def shutdown(self) -> None:
         pass
@@ -183,6 +189,7 @@ def simulated_engine(
     prefix_caching: bool = True,
     speculative_tokens: int = 0,
     draft_luck: float = 0.7,
+    run_ahead: int = 4,
 ) -> EngineCore:
     """An engine over simulated pages; few `compressed_blocks` make requests compete for memory."""
     config = RunConfig(
@@ -197,7 +204,7 @@ def simulated_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=prefix_caching,
         speculative_tokens=speculative_tokens,
-        run_ahead=1,
+        run_ahead=1 if speculative_tokens else run_ahead,
         enforce_eager=False,
         gpu_memory_utilization=0.9,
         kv_cache_memory_bytes=None,
