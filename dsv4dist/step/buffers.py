@@ -110,8 +110,13 @@ class TokenBuffer:
         self._host = torch.empty((num_steps, max_num_seqs, words), dtype=torch.int32, pin_memory=on_gpu)
         self._copied = [torch.cuda.Event() for _ in range(num_steps)] if on_gpu else []
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether steps may be enqueued before the tokens of earlier ones are there."""
+        return bool(self._copied)
+
     def write(self, ahead: int, tokens: torch.Tensor) -> None:
-        """Copy `tokens` int32 [requests, words], those of the packet's step `ahead`, behind what the device still does."""
+        """Copy `tokens` int32 [requests, words] of the packet's step `ahead`, behind what the device still does."""
         self._host[ahead, : len(tokens)].copy_(tokens, non_blocking=True)
         if self._copied:
             self._copied[ahead].record()

@@ -166,9 +166,12 @@ class DriverChannel:
 
     def poll(self, timeout_s: float) -> StepResult | None:
         """The next result, or None when none arrives in time.  Raises: WorkerError for a message that is refused."""
-        if not self._sockets[0].poll(max(0, round(timeout_s * 1000)), zmq.POLLIN):
-            return None
-        header, frames = self._receive(0, (Kind.RESULT,))
+        try:
+            header, frames = self._receive(0, (Kind.RESULT,))
+        except zmq.Again:  # nothing is there yet
+            if not self._sockets[0].poll(max(0, round(timeout_s * 1000)), zmq.POLLIN):
+                return None
+            header, frames = self._receive(0, (Kind.RESULT,))
         result = decode_result(header, frames, self._next_collected)
         if not self.in_flight:
             raise WorkerError(f"rank 0 sent result {header.sequence}, which no packet asked for")

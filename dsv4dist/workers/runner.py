@@ -144,13 +144,15 @@ class ModelRunner:
         )
 
     def _decode_steps(self, header: PacketHeader, on_host: dict[str, Int32Array], bucket: int) -> Iterator[StepResult]:
-        """Stage the packet once, enqueue all its steps, then read their tokens one after the other."""
+        """Stage the packet once; on a GPU enqueue all its steps, then read their tokens one after the other."""
         started, all_greedy, num_requests = time.perf_counter(), _all_greedy(on_host), header.shape.num_requests
         self.buffers.stage(on_host, bucket)
         decode = self._decode if self.graphs is None else self.graphs.replay
-        for ahead in range(header.num_steps):
+        for ahead in range(header.num_steps if self._tokens.is_asynchronous else 0):
             self._tokens.write(ahead, decode(bucket, all_greedy)[:num_requests])
         for ahead in range(header.num_steps):
+            if not self._tokens.is_asynchronous:
+                self._tokens.write(ahead, decode(bucket, all_greedy)[:num_requests])
             yield StepResult(
                 generation=header.generation,
                 step_id=header.step_id + ahead,

@@ -17,6 +17,7 @@ from dsv4dist.kernels.block_table import BlockTable  # isort: skip
 from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache  # isort: skip
 from dsv4dist.kernels.reference import indexer as reference_indexer  # isort: skip
 
+SELECT = implementations("indexer.select_entries", triton="indexer_logits")
 LOGITS = implementations("indexer.indexer_logits", triton="indexer_logits")
 OCP, FNUZ = Fp8Format.OCP, Fp8Format.FNUZ
 LENGTHS = (0, 1, 3, 4, 63, 64, 65, 127, 128, 129)
@@ -234,6 +235,34 @@ def test_slices_of_a_prompt_equal_the_whole() -> None:
     assert torch.equal(parts, whole)
     nothing = triton_logits.select_entries(*(x[:0] for x in arguments[:2]), cache, table, reqs[:0], lens[:0], 12)
     assert nothing.shape == (0, 12)
+
+
+@pytest.mark.parametrize("implementation", SELECT)
+def test_a_planted_key_far_back_is_selected(implementation: Implementation) -> None:
+    """A needle at the far end of 10,400 tokens: with it, one selected entry gives way to it; without, it is not taken."""
+    count, k, heads = 2600, 512, 64
+    keys = Keys([count], 64, OCP, seed=11)
+    q, values = query((1, heads, DIM), OCP, seed=12)
+    weights = torch.rand(1, heads, generator=torch.Generator().manual_seed(13))
+    device = implementation.device
+
+    def select() -> set[int]:
+        cache, table = keys.on(device)
+        rows = torch.tensor([0]).to(device), torch.tensor([count]).to(device)
+        with uninitialised_memory_poisoned():
+            found = implementation.op(q.to(device), weights.to(device), cache, table, *rows, k, count)
+        return set(found[0].tolist())
+
+    before = select()
+    needle = next(entry for entry in range(count) if entry not in before)
+    assert needle < 20
+    mean = values[0].mean(0)
+    row = (mean / mean.abs().max() * 400).to(torch.float8_e4m3fn).view(torch.uint8)
+    keys.store(0, needle, row, 2.0**4)
+    after = select()
+    assert needle in after
+    assert after - before == {needle}
+    assert len(before - after) == 1
 
 
 def test_logits_of_a_slice_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

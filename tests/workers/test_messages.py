@@ -111,8 +111,8 @@ def test_any_changed_header_word_is_refused_or_harmless(word: int, value: int) -
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ((0, 7), "magic 0x7 version 1; expected 0x44345057 1"),
-        ((1, 2), "version 2; expected 0x44345057 1: run the same dsv4dist on every node"),
+        ((0, 7), "magic 0x7 version 2; expected 0x44345057 2"),
+        ((1, 3), "version 3; expected 0x44345057 2: run the same dsv4dist on every node"),
         ((2, 3), "kind 3; expected STEP or STOP"),
         ((3, 5), "generation 5; expected 4"),
         ((4, -1), "sequence -1 is negative"),
@@ -147,7 +147,7 @@ def test_sizes_that_disagree_with_the_header_are_refused() -> None:
 def test_negative_shape_whose_product_fits_is_refused() -> None:
     frames = wire(encode_result(result(rows=2, columns=2), 4, 0, 0))
     words = np.frombuffer(frames[0], dtype=np.int32).copy()
-    words[-2:] = (-2, -2)
+    words[HEADER_WORDS - 2 : HEADER_WORDS] = (-2, -2)
     frames[0] = words.tobytes()
     with pytest.raises(WorkerError, match=r"logits of shape \[-2, -2\]"):
         decode_result(decode_header(frames, 0, 4, (Kind.RESULT,)), frames, 0)
@@ -166,7 +166,7 @@ def test_too_large_messages_are_refused_before_they_are_sent(monkeypatch: pytest
 def test_announced_size_beyond_the_limit_is_refused() -> None:
     frames = wire(encode_result(result(), 4, 0, 0))
     words = np.frombuffer(frames[0], dtype=np.int32).copy()
-    words[-2:] = (2**31 - 1, 2**31 - 1)  # the product does not fit 32 bits either
+    words[HEADER_WORDS - 2 : HEADER_WORDS] = (2**31 - 1, 2**31 - 1)  # the product does not fit 32 bits either
     frames[0] = words.tobytes()
     with pytest.raises(WorkerError, match="the limit is"):
         decode_result(decode_header(frames, 0, 4, (Kind.RESULT,)), frames, 0)
@@ -174,7 +174,7 @@ def test_announced_size_beyond_the_limit_is_refused() -> None:
 
 def test_wrong_sequence_and_generation() -> None:
     frames = wire(encode_result(result(), 4, 17, 0))
-    with pytest.raises(WorkerError, match="answers packet 17; expected 18"):
+    with pytest.raises(WorkerError, match="sent result 17; expected 18"):
         decode_result(decode_header(frames, 0, 4, (Kind.RESULT,)), frames, 18)
     with pytest.raises(WorkerError, match="answered for generation 4; this is generation 5"):
         encode_result(result(), 5, 0, 0)
