@@ -1,4 +1,4 @@
-"""Triton kernels against the reference kernels on a GPU: a model of real widths, beyond the context where entries are chosen."""
+"""Triton against reference kernels on a GPU: real widths, and contexts beyond the one from which entries are chosen."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_slices_of_a_prompt_equal_the_whole() -> None:
 
 @pytest.mark.parametrize("implementation", SELECT)
 def test_a_planted_key_far_back_is_selected(implementation: Implementation) -> None:
-    """A needle at the far end of 10,400 tokens: with it, one selected entry gives way to it; without, it is not taken."""
+    """A needle at the far end of 10,400 tokens: one selected entry gives way to it, which was not taken before."""
     count, k, heads = 2600, 512, 64
     keys = Keys([count], 64, OCP, seed=11)
     q, values = query((1, heads, DIM), OCP, seed=12)
