@@ -6,24 +6,31 @@ The production launches are what each module of `kernels._triton` lists in its `
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import os
 import pkgutil
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4dist.arch import traits_by_name
-from dsv4dist.errors import UnsupportedError
+from dsv4dist.errors import UnsupportedError, WorkerError
 
 if TYPE_CHECKING:
     from dsv4dist.kernels._triton.compile_spec import CompileSpec
 
 DEFAULT_ARCHS = ("gfx942", "gfx950", "gfx1250", "sm90")
 
-_AMD_WIDE_LOAD = re.compile(r"^\s*(?:global|buffer|flat)_load_(?:dwordx4|b128)\b", re.MULTILINE)
+MAX_COMPILERS = 8
+"""Variants compiled at once, at most: each takes some hundred megabytes."""
+
+_AMD_WIDE_LOAD = re.compile(r"^\s*(?:global|buffer|flat)_load_(?:lds_|async_to_lds_)?(?:dwordx4|b128)\b", re.MULTILINE)
 _AMD_LOAD = re.compile(r"^\s*(?:global|buffer|flat)_load_", re.MULTILINE)
 _AMD_MATRIX = re.compile(r"^\s*v_(?:mfma|smfmac|wmma|swmmac)_", re.MULTILINE)
 _SASS_WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.[\w.]*128\b")
@@ -38,9 +45,11 @@ class CompileRow:
 
     vgprs                vector registers of a thread (on NVIDIA: registers)
     spills               vector registers that went to memory (on NVIDIA: store instructions that did it)
+    sgpr_spills          scalar registers that went to lanes of vector registers, which is cheap (0 on NVIDIA)
     scratch_bytes        private memory of a thread
     lds_bytes            shared memory of a thread block
     matrix_instructions, loads, wide_loads  instructions in the code: matrix; from global memory; 16 bytes of those
+    has_dot, narrow_because, spills_because  as in CompileSpec: what the code is held to
     error                what the compiler said, if it refused
     """
 
@@ -48,25 +57,33 @@ class CompileRow:
     arch: str
     vgprs: int = 0
     spills: int = 0
+    sgpr_spills: int = 0
     scratch_bytes: int = 0
     lds_bytes: int = 0
     matrix_instructions: int = 0
     loads: int = 0
     wide_loads: int = 0
+    has_dot: bool = False
+    narrow_because: str = ""
+    spills_because: str = ""
     error: str | None = None
 
     def problems(self) -> list[str]:
-        """What keeps this variant from production: a refusal, spills, or more shared memory than there is."""
+        """What keeps this variant from production: a refusal, spills, too much shared memory, or slow instructions."""
         if self.error is not None:
             return [f"does not compile: {self.error}"]
         limit = traits_by_name(self.arch).lds_bytes
         found = []
-        if self.spills:
+        if self.spills and not self.spills_because:
             found.append(f"spills {self.spills} registers")
-        if self.scratch_bytes:
+        if self.scratch_bytes and not self.spills_because:
             found.append(f"uses {self.scratch_bytes} bytes of scratch")
         if self.lds_bytes > limit:
             found.append(f"needs {self.lds_bytes} bytes of shared memory, {limit} exist")
+        if self.has_dot and not self.matrix_instructions:
+            found.append("multiplies without the matrix unit")
+        if not self.narrow_because and not self.wide_loads:
+            found.append("never loads 16 bytes at once")
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,43 +119,77 @@ def production_specs() -> list[CompileSpec]:
 
 
 def compile_rows(specs: Iterable[CompileSpec], archs: Iterable[str]) -> Iterator[CompileRow]:
-    """Compile every spec for every architecture that launches it, and yield a row after each."""
+    """Compile every spec for every architecture that launches it, and yield the rows in that order.
+
+    Raises: WorkerError if a compiler takes its process down.
+    """
     archs = tuple(archs)
-    for spec in specs:
-        for arch in archs:
-            if spec.used_on(arch):
-                yield _compile(spec, arch)
+    variants = [(spec, arch) for spec in specs for arch in archs if spec.used_on(arch)]
+    # Forked, since jit functions can be inherited but not sent. Threads would not help: compilers hold Python's lock.
+    pool = ProcessPoolExecutor(
+        max(1, min(MAX_COMPILERS, os.cpu_count() or 1, len(variants))),
+        multiprocessing.get_context("fork"),
+        initializer=_variants.extend,
+        initargs=(variants,),
+    )
+    done = 0
+    with pool:
+        try:
+            for row in pool.map(_compile_variant, range(len(variants))):
+                yield row
+                done += 1
+        except BrokenProcessPool:
+            spec, arch = variants[done]
+            raise WorkerError(
+                f"a compiler process was killed or aborted at {spec.name} for {arch} or soon after; run that alone: "
+                f"dsv4dist compile --arch {arch} --kernel {spec.name!r}"
+            ) from None
+
+
+_variants: list[tuple[CompileSpec, str]] = []
+"""In a compiler process: what there is to compile."""
+
+
+def _compile_variant(index: int) -> CompileRow:
+    return _compile(*_variants[index])
 
 
 def _compile(spec: CompileSpec, arch: str) -> CompileRow:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
-    names = spec.kernel.arg_names
-    source = ASTSource(
-        spec.kernel,
-        signature={name: spec.signature.get(name, "constexpr") for name in names},
-        constexprs=dict(spec.constexprs),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible},
-    )
     amd = arch.startswith("gfx")
+    source = (GluonASTSource if spec.kernel.is_gluon() else ASTSource)(
+        spec.kernel,
+        signature={name: spec.signature.get(name, "constexpr") for name in spec.kernel.arg_names},
+        constexprs=dict(spec.constexprs),
+        attrs=spec.attributes(amd),
+    )
     target = GPUTarget("hip" if amd else "cuda", arch if amd else int(arch[2:]), traits_by_name(arch).warp_size)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    stages = {} if spec.num_stages is None else {"num_stages": spec.num_stages}
+    options = {"num_warps": spec.num_warps, **stages, **spec.options}
+    gates: dict[str, Any] = {
+        "has_dot": spec.has_dot, "narrow_because": spec.narrow_because, "spills_because": spec.spills_because
+    }  # fmt: skip
     try:
         compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # whatever a compiler raises is its verdict on this variant
-        return CompileRow(spec.name, arch, error=_first_line(error))
-    read = _read_amd if amd else _read_nvidia
-    return CompileRow(spec.name, arch, lds_bytes=int(compiled.metadata.shared), **read(compiled.asm))
+        return CompileRow(spec.name, arch, error=_first_line(error), **gates)
+    read = read_amd if amd else _read_nvidia
+    return CompileRow(spec.name, arch, lds_bytes=int(compiled.metadata.shared), **read(compiled.asm), **gates)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:  # in a function that calls another, Triton first says where the call is
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
 
 
-def _read_amd(asm: Any) -> dict[str, Any]:
+def read_amd(asm: Any) -> dict[str, Any]:
+    """The fields of a CompileRow that AMD assembly, asm["amdgcn"], tells."""
     text: str = asm["amdgcn"]
 
     def field(name: str) -> int:
@@ -148,6 +199,7 @@ def _read_amd(asm: Any) -> dict[str, Any]:
     return {
         "vgprs": field("vgpr_count"),
         "spills": field("vgpr_spill_count"),
+        "sgpr_spills": field("sgpr_spill_count"),
         "scratch_bytes": field("private_segment_fixed_size"),
         "matrix_instructions": len(_AMD_MATRIX.findall(text)),
         "loads": len(_AMD_LOAD.findall(text)),

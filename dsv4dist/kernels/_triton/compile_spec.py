@@ -41,6 +41,7 @@ class CompileSpec:
     large       pointers to memory that may exceed 2 GiB, which AMD GPUs address differently
     has_dot     the kernel multiplies matrices, so its code must use the matrix unit
     narrow_because  why there may be no 16-byte load from global memory; empty = there must be one
+    spills_because  why registers may spill; empty = none may
     """
 
     kernel: Any
@@ -55,6 +56,7 @@ class CompileSpec:
     large: frozenset[str] = frozenset()
     has_dot: bool = False
     narrow_because: str = ""
+    spills_because: str = ""
 
     def __post_init__(self) -> None:
         names = set(self.kernel.arg_names)

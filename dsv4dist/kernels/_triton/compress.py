@@ -19,10 +19,10 @@ from dsv4dist.kernels._triton.checks import (
     check_table,
     is_fnuz,
 )
-from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
 from dsv4dist.kernels._triton.quantise import cast, lookup_slots, rotate_rows, store_entry
 from dsv4dist.kernels.block_table import BlockTable
-from dsv4dist.kernels.paged_cache import CacheFormat, PagedCache
+from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
 
 
 @triton.jit
@@ -266,19 +266,19 @@ def compile_specs() -> list[CompileSpec]:
         values = {"WIDTH": width, "RATIO": ratio, "BLOCK_SIZE": size, "BLOCK": block}
         specs.append(spec(_compress_state_kernel, f"compress_state {name}", signature, constexprs=values,
                           num_warps=4 if block == 1024 else 1))  # fmt: skip
-    for encoding, fnuz in (("ocp", False), ("fnuz", True)):
+    for encoding in Fp8Format:
         for chunk in (1, 4):
             specs += [
-                _store_spec(f"csa {encoding}", 512, 4, 2, 1, 64, fnuz, chunk, 0),
-                _store_spec(f"csa index {encoding}", 128, 4, 2, 2, 64, fnuz, chunk, 0),
-                _store_spec(f"hca {encoding}", 512, 128, 1, 1, 2, fnuz, chunk, 1),
-                _store_spec(f"hca {encoding}", 512, 128, 1, 1, 2, fnuz, chunk, 2),
+                _store_spec("csa", 512, 4, 2, 1, 64, encoding, chunk, 0),
+                _store_spec("csa index", 128, 4, 2, 2, 64, encoding, chunk, 0),
+                _store_spec("hca", 512, 128, 1, 1, 2, encoding, chunk, 1),
+                _store_spec("hca", 512, 128, 1, 1, 2, encoding, chunk, 2),
             ]
     return specs
 
 
 def _store_spec(
-    name: str, dim: int, ratio: int, overlap: int, code: int, size: int, fnuz: bool, chunk: int, stage: int
+    name: str, dim: int, ratio: int, overlap: int, code: int, size: int, encoding: Fp8Format, chunk: int, stage: int
 ) -> CompileSpec:
     shape = _Shape.of(dim, ratio * overlap)
     pointers = {
@@ -292,8 +292,10 @@ def _store_spec(
     values = {
         "DIM": dim, "BLOCK": shape.part if stage == 1 else shape.block, "RATIO": ratio, "OVERLAP": overlap,
         "NUM_TAPS": shape.taps, "STATE_BLOCK_SIZE": 8 if ratio == 128 else 4, "ROTARY": 64, "FORMAT": code,
-        "BLOCK_SIZE": size, "FNUZ": fnuz, "STAGE": stage, "CHUNK": chunk,
+        "BLOCK_SIZE": size, "FNUZ": encoding is Fp8Format.FNUZ, "STAGE": stage, "CHUNK": chunk,
     }  # fmt: skip
     step = ("", " pool", " finish")[stage]
-    return spec(_compress_store_kernel, f"compress_store {name}{step} x{chunk}", {**signature, "eps": "fp32"},
-                constexprs=values, unaligned=("stride_req",), options={"enable_fp_fusion": False})  # fmt: skip
+    return spec(_compress_store_kernel, f"compress_store {name} {encoding.value}{step} x{chunk}",
+                {**signature, "eps": "fp32"}, constexprs=values, unaligned=("stride_req",), large=("cache_ptr",),
+                options={"enable_fp_fusion": False}, archs=archs_of(encoding),
+                narrow_because="512 channels over 4 waves are 8 bytes a thread" if stage == 2 else "")  # fmt: skip

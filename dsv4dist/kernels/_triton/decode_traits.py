@@ -62,6 +62,7 @@ _TILES = {
     "gfx942": (_FNUZ, (_tile(16, 32, 2),), _tile(16, 16, 4)),
     "gfx950": (_OCP, (_tile(16, 64, 4),), _tile(16, 16, 4)),
     "sm90": (_OCP, (_tile(16, 64, 4),), _tile(16, 16, 4)),
+    "gfx1250": (_OCP, (_tile(16, 32, 4),), _tile(16, 16, 4)),
     "other": (frozenset(), (_tile(16, 32, 4),), _tile(16, 16, 4)),
 }
 

@@ -66,7 +66,9 @@ def fp8_vector(
     """
     groups, columns, channels = weight.shape
     data = weight.view(torch.uint8)
-    constants = _constants(groups, columns, channels, arch_traits(x.device).fp8_format, x.device.type, fp8_format)
+    arch = arch_traits(x.device)
+    native = None if arch.name == "cpu" else arch.fp8_format  # the interpreter is slow at fp8
+    constants = _constants(groups, columns, channels, native, fp8_format)
     _fp8_vector_kernel[(triton.cdiv(columns, constants["COLUMNS"]), groups)](
         x, data, scale, out, columns, channels, x.stride(0), data.stride(0), data.stride(1), scale.stride(0),
         scale.stride(1), out.stride(0), **constants, num_warps=4,
@@ -74,14 +76,14 @@ def fp8_vector(
 
 
 def _constants(
-    groups: int, columns: int, channels: int, native: Fp8Format, device_type: str, fp8_format: Fp8Format
+    groups: int, columns: int, channels: int, native: Fp8Format | None, fp8_format: Fp8Format
 ) -> dict[str, object]:
     depth = min(MAX_CHANNELS, triton.next_power_of_2(channels))
     tile = LARGE_TILE if groups * columns >= MANY_COLUMNS else TILE
     stored = tl.float8e4nv if fp8_format is Fp8Format.OCP else tl.float8e4b8
     return {
         "FORMAT": FORMATS[fp8_format],
-        "STORED": stored if fp8_format is native and device_type != "cpu" else None,
+        "STORED": stored if fp8_format is native else None,
         "COLUMNS": max(1, min(16, tile // depth)),
         "CHANNELS": depth,
         "ONCE": channels <= depth,
@@ -98,7 +100,7 @@ def compile_specs() -> list[CompileSpec]:
             _fp8_vector_kernel,
             f"fp8_vector {columns}x{channels} {fp8_format.value}",
             {**signature, **dict.fromkeys(numbers, "i32")},
-            constexprs=_constants(1, columns, channels, fp8_format, "cuda", fp8_format),
+            constexprs=_constants(1, columns, channels, fp8_format, fp8_format),
             unaligned=("stride_scale_group", "stride_scale_row"),
             aligned=("num_columns", "num_channels"),
             archs=archs_of(fp8_format),

@@ -130,5 +130,5 @@ def compile_specs() -> list[CompileSpec]:
         }  # fmt: skip
         values = {"WIDTH": 512, "BLOCK": 512, "FORMAT": code, "BLOCK_SIZE": size, "FNUZ": fnuz, "N": TILE_ROWS}
         specs.append(spec(_gather_dequant_kernel, f"gather_dequant {name}", signature, constexprs=values,
-                          unaligned=("stride_req",)))  # fmt: skip
+                          unaligned=("stride_req",), large=("cache_ptr",)))  # fmt: skip
     return specs

@@ -106,6 +106,7 @@ def compile_specs() -> list[CompileSpec]:
             },
             aligned=("num_experts", "num_columns", "num_channels"),
             num_stages=2,
+            has_dot=True,
         )
         for rows, experts in ((16, 256), (64, 256), (16, 384))
     ]

@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 
 from dsv4dist.errors import ShapeError
-from dsv4dist.kernels._triton.block_matmul import SCALE_BLOCK, Operand, block_matmul
+from dsv4dist.kernels._triton.block_matmul import (
+    BYTE_SCALE,
+    SCALE_BLOCK,
+    UNSCALED,
+    Operand,
+    block_matmul,
+    matmul_specs,
+)
 from dsv4dist.kernels._triton.checks import FLOATS, check_rows
-from dsv4dist.kernels._triton.fp8_linear import quantise_rows
+from dsv4dist.kernels._triton.compile_spec import CompileSpec
+from dsv4dist.kernels._triton.fp8_linear import quantise_rows, quantiser_specs
 from dsv4dist.kernels.fp8 import scale_bytes
 from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.grouped_wo_a import AMAX_FLOOR, exponent_scales
@@ -103,3 +111,12 @@ def _check(
         raise ShapeError("quantised x of wo_a", f"{fp8_format.torch_dtype} [T, {groups}, {channels}]", list(x.shape))
     elif x_scale.shape != (x.shape[0], groups, channels // SCALE_BLOCK):
         raise ShapeError("x_scale", [x.shape[0], groups, channels // SCALE_BLOCK], list(x_scale.shape))
+
+
+def compile_specs() -> list[CompileSpec]:
+    """One of Flash's and Pro's groups (8 heads of 512, 1024 rows), as a rank of TP 8 or 16 has it: fp8 and bf16."""
+    return [
+        *quantiser_specs("quantise_groups", power=True),
+        *matmul_specs("grouped_wo_a fp8", 1, 1024, 4096, BYTE_SCALE, BYTE_SCALE),
+        *matmul_specs("grouped_wo_a bf16", 1, 1024, 4096, UNSCALED, UNSCALED),
+    ]

@@ -250,9 +250,7 @@ def _constants(q: torch.Tensor, cache: PagedCache, arch: ArchTraits) -> dict[str
     tokens, heads, dim = q.shape
     dot, cast_q, native = _dot_type(q, cache, arch)
     block_t = 4 if tokens >= MANY_TOKENS and dot != tl.float32 else 1
-    block_n = 64 if block_t == 1 else 128
-    if dot == tl.float32:
-        block_n = 32
+    block_n = 32 if dot == tl.float32 else 128 if block_t > 1 and native else 64  # wider keys spill in larger tiles
     return {
         "FORMAT": FORMATS[cache.fp8_format],
         "CAST_Q": cast_q,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dsv4dist.kernels._triton.checks import check_rotary, check_rows, power_of_2_up_to
-from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
 from dsv4dist.kernels._triton.quantise import (
     cast,
     decode_scale,
@@ -115,5 +115,6 @@ def compile_specs() -> list[CompileSpec]:
                 "ONE_TOKEN": True,
             }
             specs.append(spec(_indexer_query_kernel, f"indexer_query {kind} x{rows}", signature, constexprs=values,
-                              num_warps=_warps(rows * 128), options={"enable_fp_fusion": False}))  # fmt: skip
+                              num_warps=_warps(rows * 128), options={"enable_fp_fusion": False},
+                              archs=archs_of(Fp8Format(kind)) if fp8 else ()))  # fmt: skip
     return specs

@@ -240,13 +240,16 @@ def compile_specs() -> list[CompileSpec]:
         ("hca", 2, 1024, 2),
         ("dense", 3, 1024, 1),
     )
+    narrow = {0: "a key costs a look-up in a block table", 2: "a key costs a look-up in a block table",
+              3: "a row has any number of entries"}  # fmt: skip
     for name, mode, width, size in lists:
         for rows, alone in ((1, True), (TILE // width, False)):
+            reason = narrow.get(mode, "512 entries over 4 waves are 8 bytes a thread" if rows * width == 512 else "")
             values = {"MODE": mode, "BLOCK_SIZE": size, "ROWS": rows, "BLOCK": width}
-            title = f"{name} {width} x{rows}"
+            title = f"{name} {width} x{rows}" + (" alone" if alone else "")
             if not alone:
                 specs.append(spec(_count_kernel, f"count_keys {title}", {**pointers, **numbers}, constexprs=values,
-                                  unaligned=("stride_req",), aligned=("width",)))  # fmt: skip
+                                  unaligned=("stride_req",), aligned=("width",), narrow_because=reason))  # fmt: skip
             specs.append(spec(_fill_kernel, f"fill_keys {title}", {**pointers, **outputs, **numbers},
-                              constexprs={**values, "ALONE": alone}, unaligned=("stride_req",), aligned=("width",)))  # fmt: skip
+                              constexprs={**values, "ALONE": alone}, unaligned=("stride_req",), aligned=("width",), narrow_because=reason))  # fmt: skip
     return specs

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from dsv4dist.errors import ShapeError
 from dsv4dist.kernels._triton.checks import check_rows, power_of_2_up_to
-from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
 from dsv4dist.kernels._triton.quantise import cast, encode_e4m3, magnitude
 from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
@@ -171,7 +171,7 @@ def compile_specs() -> list[CompileSpec]:
     """The launches of Flash (q rank 1024, hidden 4096) and Pro (1536, 7168), for few rows and for many."""
     rows = {"num_rows": "i32", "eps": "fp32"}
     specs = []
-    for width, count in ((4096, 1), (4096, 4096), (7168, 4096)):
+    for width, count in ((4096, 1), (7168, 4096)):
         block = triton.next_power_of_2(width)
         per_program = _rows_per_program(count, block)
         pointers = {"x_ptr": "*bf16", "weight_ptr": "*fp32", "out_ptr": "*bf16"}
@@ -179,7 +179,9 @@ def compile_specs() -> list[CompileSpec]:
         values = {"WIDTH": width, "BLOCK": block, "HAS_WEIGHT": True, "ROWS": per_program}
         name = f"rms_norm {width} x{per_program}"
         specs.append(spec(_rms_norm_kernel, name, signature, constexprs=values, num_warps=_warps(block * per_program)))
-    for q_width, count, limit in ((1024, 1, 0), (1024, 4096, 0), (1536, 4096, 0), (1024, 4096, 448), (1024, 4096, 224)):
+    kinds = ((1024, 1, None), (1024, 4096, None), (1536, 4096, None), *((1024, 4096, one) for one in Fp8Format))
+    for q_width, count, encoding in kinds:
+        limit = int(encoding.quant_max) if encoding else 0
         blocks = triton.next_power_of_2(q_width), 512
         per_program = _rows_per_program(count, sum(blocks))
         signature = {"qr_kv_ptr": "*bf16", "q_weight_ptr": "*fp32", "kv_weight_ptr": "*fp32",
@@ -189,5 +191,6 @@ def compile_specs() -> list[CompileSpec]:
                   "ROWS": per_program}  # fmt: skip
         name = f"qr_kv_norm {q_width} x{per_program}" + (f" fp8 {limit}" if limit else "")
         specs.append(spec(_qr_kv_norm_kernel, name, {**signature, **rows}, constexprs=values,
-                          num_warps=_warps(sum(blocks) * per_program)))  # fmt: skip
+                          num_warps=_warps(sum(blocks) * per_program),
+                          archs=archs_of(encoding) if encoding else ()))  # fmt: skip
     return specs

@@ -17,9 +17,9 @@ from dsv4dist.kernels._triton.checks import (
     is_fnuz,
     power_of_2_up_to,
 )
-from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
 from dsv4dist.kernels._triton.quantise import cast, rotate_rows, split_rows, store_entry
-from dsv4dist.kernels.paged_cache import PagedCache
+from dsv4dist.kernels.paged_cache import Fp8Format, PagedCache
 
 
 @triton.jit
@@ -125,6 +125,7 @@ def compile_specs() -> list[CompileSpec]:
             values = {"WIDTH": 512, "BLOCK": 512, "ROTARY": 64, "FORMAT": code, "BLOCK_SIZE": 64, "FNUZ": fnuz,
                       "ROWS": rows, "ONE_TOKEN": True}  # fmt: skip
             specs.append(spec(_q_rope_kv_insert_kernel, f"q_rope_kv_insert {kind} x{rows}", signature,
-                              constexprs=values, num_warps=_warps(rows * 512),
-                              options={"enable_fp_fusion": False}))  # fmt: skip
+                              constexprs=values, num_warps=_warps(rows * 512), large=("cache_ptr",),
+                              options={"enable_fp_fusion": False},
+                              archs=archs_of(Fp8Format(kind)) if code else ()))  # fmt: skip
     return specs

@@ -334,8 +334,11 @@ def _partial_spec(
             "indices_delta": "i64", "main_shift": "i32", "extra_shift": "i32",
         }  # fmt: skip
         values |= {"EXTRA": extra.code != 0, "HEADS": tile.heads, "WARPS": tile.warps}
+        common["spills_because"] = "decode_traits chose the shape by its time on an H200"
         return spec(sparse_decode_hopper_kernel, f"{name} hopper", signature, constexprs=values, large=("data_ptr",),
                     aligned=() if extra.code else ("pages_delta", "indices_delta"), **common)  # fmt: skip
+    if arch == "sm90":
+        common["spills_because"] = "Hopper's warpgroup products take 64 keys"
     list_type = "*i32" if extra.code else extra_type  # of an absent segment every pointer is the query's
     signature |= {
         "main_ptr": main_type, "main_indices_ptr": "*i32", "extra_ptr": extra_type, "extra_indices_ptr": list_type,

@@ -6,7 +6,6 @@ once by `gather_dequant`, and a tile of rows goes from memory into both products
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError
+from dsv4dist.kernels._triton.block_matmul import arch_traits
 from dsv4dist.kernels._triton.checks import check_rotary, check_rows
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 
@@ -131,9 +131,10 @@ def sparse_prefill(
     if num_queries == 0 or num_heads == 0:
         return out
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[rows.dtype]
-    if q.device.type == "cpu":
+    arch = arch_traits(q.device).name
+    if arch == "cpu":
         dtype = tl.float32  # the interpreter's bf16 product is wrong
-    tile = _OTHER if dtype == tl.float32 else _TILES.get(_arch(q.device), _OTHER)
+    tile = _OTHER if dtype == tl.float32 else _TILES.get(arch, _OTHER)
     sparse_prefill_kernel[(triton.cdiv(num_heads, tile.heads) * num_queries,)](
         q, rows, indices, indptr, *(q if x is None else x for x in (sink, positions, cos_sin)), out, q.stride(0),
         q.stride(1), rows.stride(0), out.stride(0), out.stride(1), rows.shape[0], num_heads, scale * LOG2_E,
@@ -145,15 +146,6 @@ def sparse_prefill(
 
 _TILES = {"gfx942": _Tile(16, 32, 4, 2), "gfx950": _Tile(16, 32, 4, 1), "sm90": _Tile(16, 32, 4, 3)}
 _OTHER = _Tile(16, 16, 4, 1)
-
-
-@functools.cache
-def _arch(device: torch.device) -> str:
-    """gfx950, sm90, ... as Triton spells it; "cpu" for the interpreter."""
-    if device.type == "cpu":
-        return "cpu"
-    target = triton.runtime.driver.active.get_current_target()
-    return str(target.arch).split(":")[0] if target.backend == "hip" else f"sm{target.arch}"
 
 
 def compile_specs() -> list[CompileSpec]:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError
+from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 
 NO_ENTRY = tl.constexpr(-(1 << 31))  # key of a column that is not there; below the key of -inf
 MIN_TILE = 64
@@ -58,6 +59,7 @@ def _topk_kernel(
     out_entry_ptr,
     out_key_ptr,
     width,
+    readable,
     k,
     stride_key_row,
     stride_out_row,
@@ -69,7 +71,7 @@ def _topk_kernel(
     """Tile `tile` of row `row`: its k largest keys, ascending by entry, then NO_ENTRY and -1.
 
     FIRST: columns are logits, read as bits, valid below the row's length, and a column is its own entry; otherwise they
-    are the winners of earlier tiles. LAST: keys are not written.
+    are the winners of earlier tiles. LAST: keys are not written. Columns below `readable` >= width exist in memory.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -83,7 +85,7 @@ def _topk_kernel(
     total = tl.full((), 0, tl.int32)
     if tile * TILE < count:  # a tile beyond the row's length has nothing to read
         # Whole groups of 4 columns, so that loads are wide where rows are aligned: up to 3 undefined ones come along.
-        inside = column < tl.minimum(tl.cdiv(count, 4) * 4, width)
+        inside = column < tl.minimum(tl.cdiv(count, 4) * 4, readable)
         key = tl.load(key_ptr + row * stride_key_row + column, mask=inside, other=NO_ENTRY)
         if FIRST:
             key = tl.where(valid, order_key(key), NO_ENTRY)
@@ -138,6 +140,7 @@ def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int, *, tile: int 
             out_entry,
             out_key,
             width,
+            _readable(keys, width),
             k,
             keys.stride(0),
             out_entry.stride(0),
@@ -162,6 +165,13 @@ def plan_tiles(width: int, k: int, tile: int = 0) -> Iterator[tuple[int, int]]:
         width = tiles * k
 
 
+def _readable(keys: torch.Tensor, width: int) -> int:
+    """`width` rounded up to whole wide loads, unless the memory ends before: then the last columns are read one by one."""
+    rounded = -(-width // 16) * 16
+    last = keys.storage_offset() + (keys.shape[0] - 1) * keys.stride(0) + rounded
+    return rounded if last * keys.element_size() <= keys.untyped_storage().nbytes() else width
+
+
 def _warps(tile_width: int) -> int:
     return min(16, max(1, tile_width // (32 * KEYS_PER_THREAD)))
 
@@ -175,3 +185,21 @@ def _check(logits: torch.Tensor, lens: torch.Tensor, k: int, tile: int) -> None:
         raise ShapeError("k", f"0 to {MAX_TILE // 2}", k)
     if tile and (tile < 2 * k or tile & (tile - 1) or not MIN_TILE <= tile <= MAX_TILE):
         raise ShapeError("tile", f"a power of two from 2 k on, {MIN_TILE} to {MAX_TILE}", tile)
+
+
+def compile_specs() -> list[CompileSpec]:
+    """512 (Flash) and 1024 (Pro) of few entries, in one pass, and of the entries of a million tokens, in several."""
+    specs: dict[str, CompileSpec] = {}
+    for k, width in ((512, 512), (512, 4096), (512, 1 << 18), (1024, 1 << 18)):
+        for level, (tile, tiles) in enumerate(plan_tiles(width, k)):
+            first, last = level == 0, tiles == 1
+            numbers = dict.fromkeys(("width", "readable", "k", "stride_key_row", "stride_out_row"), "i32")
+            signature = {"key_ptr": "*i32", "lens_ptr": "*i64", "out_entry_ptr": "*i32", **numbers}
+            values = {"FIRST": first, "LAST": last, "TILE": tile, "K_PADDED": triton.next_power_of_2(k)}
+            absent = {"entry_ptr": first, "out_key_ptr": last}
+            signature |= {name: "*i32" for name, missing in absent.items() if not missing}
+            values |= {name: None for name, missing in absent.items() if missing}
+            name = f"topk {k} of {tile}" + (" first" if first else "") + (" last" if last else "")
+            specs[name] = spec(_topk_kernel, name, signature, constexprs=values, num_warps=_warps(tile),
+                               aligned=("readable", "k") if first else ("width", "readable", "k"))  # fmt: skip
+    return list(specs.values())
