@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "dsv4dist"
 ROOMS = ["config", "distributed", "kernels", "checkpoint", "cache", "step", "layers", "model", "workers", "engine"]
 ONLY_IN = {
-    "ray": {"workers", "cli", "bench", "engine/metrics.py"},
+    "ray": {"workers", "cli", "bench", "smoke", "engine/metrics.py"},
     "triton": {"kernels", "cli"},
     "safetensors": {"checkpoint", "cli"},
 }

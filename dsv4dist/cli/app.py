@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from dsv4dist.cli import bench, compile, generate, info, make_checkpoint, plan, score
+from dsv4dist.cli import bench, compile, generate, info, make_checkpoint, plan, score, smoke
 from dsv4dist.cli.options import OptionError
 from dsv4dist.cli.output import complain
 from dsv4dist.cli.signals import Interrupted, signals_raise
@@ -35,6 +35,7 @@ app.command("make-checkpoint", help=make_checkpoint.__doc__)(make_checkpoint.com
 app.command("info", help=info.__doc__)(info.command)
 app.command("compile", help=compile.__doc__)(compile.command)
 app.command("plan", help=plan.__doc__)(plan.command)
+app.command("smoke", help=smoke.__doc__)(smoke.command)
 app.add_typer(bench.app, name="bench")
 
 # Releases of typer differ in where they keep this class; the public BadParameter derives from it in all of them.

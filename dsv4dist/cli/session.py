@@ -23,7 +23,7 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
     with waiting(f"loading the model on {ranks} rank{'s' * (ranks > 1)}"):
         from dsv4dist.engine.engine import Engine
 
-        with _no_orphans():
+        with no_orphans():
             engine = Engine(config)
     with engine:
         take_signals()  # Ray installs a SIGTERM handler of its own when it starts
@@ -31,7 +31,7 @@ def open_engine(config: EngineConfig) -> Iterator[Engine]:
 
 
 @contextmanager
-def _no_orphans() -> Iterator[None]:
+def no_orphans() -> Iterator[None]:
     """End what the block has started if it does not complete.
 
     A signal can interrupt Ray between starting its processes and knowing them; some outlive their parents then."""
