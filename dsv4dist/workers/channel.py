@@ -166,12 +166,11 @@ class DriverChannel:
 
     def poll(self, timeout_s: float) -> StepResult | None:
         """The next result, or None when none arrives in time.  Raises: WorkerError for a message that is refused."""
+        self._sockets[0].rcvtimeo = max(0, round(timeout_s * 1000))  # a poll object costs more than the message
         try:
             header, frames = self._receive(0, (Kind.RESULT,))
-        except zmq.Again:  # nothing is there yet
-            if not self._sockets[0].poll(max(0, round(timeout_s * 1000)), zmq.POLLIN):
-                return None
-            header, frames = self._receive(0, (Kind.RESULT,))
+        except zmq.Again:
+            return None
         result = decode_result(header, frames, self._next_collected)
         if not self.in_flight:
             raise WorkerError(f"rank 0 sent result {header.sequence}, which no packet asked for")
@@ -236,7 +235,7 @@ class DriverChannel:
         return self._directory
 
     def _receive(self, rank: int, allowed: tuple[Kind, ...]) -> tuple[Header, Sequence[Buffer]]:
-        frames = [frame.buffer for frame in self._sockets[rank].recv_multipart(zmq.NOBLOCK, copy=False)]
+        frames = [frame.buffer for frame in self._sockets[rank].recv_multipart(copy=False)]
         return decode_header(frames, rank, self._generation, allowed), frames
 
 
@@ -258,6 +257,7 @@ class RankChannel:
             self._socket.curve_publickey = keys.public
             self._socket.curve_secretkey = keys.secret
         self._socket.ipv6 = "[" in address.endpoint
+        self._socket.rcvtimeo = _IDLE_CHECK_MS
         self._socket.connect(address.endpoint)
 
     def hello(self, timeout_s: float) -> None:
@@ -273,9 +273,8 @@ class RankChannel:
 
         Raises: WorkerError for a message that is refused, a missing packet, or a lost driver.
         """
-        while not self._socket.poll(_IDLE_CHECK_MS, zmq.POLLIN):
+        while (frames := self._arrived()) is None:
             self._check_connected()
-        frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
         header = decode_header(frames, self._rank, self._generation, (Kind.STEP, Kind.STOP))
         if header.kind is Kind.STOP:
             return None
@@ -283,6 +282,12 @@ class RankChannel:
             raise WorkerError(f"packet {header.sequence} arrived; expected {self._expected}")
         self._expected = (self._expected + 1) & SEQUENCE_MASK
         return ReceivedStep(header.sequence, decode_step(header, frames))
+
+    def _arrived(self) -> Sequence[Buffer] | None:
+        try:
+            return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+        except zmq.Again:
+            return None
 
     def reply(self, result: StepResult) -> None:
         """Send the next result; its arrays must not change afterwards.  Raises: WorkerError."""
