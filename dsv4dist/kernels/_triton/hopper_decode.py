@@ -45,7 +45,8 @@ _SCALE_PAIR = gl.constexpr("""{ .reg .b32 t; .reg .f32 f; and.b32 t, $1, 255; sh
 # All were renamed between Triton 3.6 and 3.9.
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 _HAS_BARRIER = gl.constexpr(hasattr(gl, "barrier"))
-_HAS_ASYNC_LOAD = gl.constexpr(hasattr(async_copy, "async_load"))
+# Chosen here: Triton looks up every attribute that a kernel names, also in branches that it drops.
+load_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -110,10 +111,7 @@ def load_rows(pages, slot, present, is_main, bytes_smem, ROW: gl.constexpr):
     wanted = present[:, None]
     for g in gl.static_range(7):
         from_ptr = dwords_ptr + row[:, None] + (column + g * 16)
-        if _HAS_ASYNC_LOAD:
-            async_copy.async_load(bytes_smem.index(g), from_ptr, mask=wanted)
-        else:
-            async_copy.async_copy_global_to_shared(bytes_smem.index(g), from_ptr, mask=wanted)
+        load_to_shared(bytes_smem.index(g), from_ptr, mask=wanted)
     async_copy.commit_group()
     wide = gl.arange(0, 32, gl.SliceLayout(0, ROW))[None, :]
     return gl.load(dwords_ptr + row[:, None] + (wide + 112), mask=wanted, other=0), word
