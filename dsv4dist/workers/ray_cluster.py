@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):\d{1,5}")
 _OBJECT_STORE_BYTES = 128 << 20
 """Enough for start-up messages: steps do not go through the object store, and a container's /dev/shm may be small."""
 _EXIT_WAIT_S = 1.0
+_ANSWER_S = 10.0
 
 
 @dataclass
@@ -70,6 +72,8 @@ def connect_ray(address: str, tp_size: int) -> RayConnection:
     Raises: ConfigError for an address of another form; WorkerError when the cluster does not answer.
     """
     target = _target(address)
+    if target not in (None, "auto"):
+        _check_listening(target)
     change = fold_rocr_mask()
     if change is not None:
         log.warning("%s", change)
@@ -92,6 +96,12 @@ def connect_ray(address: str, tp_size: int) -> RayConnection:
             )
         else:
             ray.init(address=target, logging_level=logging.ERROR)
+    except ray.exceptions.AuthenticationError as error:
+        text = " ".join(str(error).split())[:200]
+        raise WorkerError(
+            f"Ray at {target} asks for a token: {text}; give its cluster's token in RAY_AUTH_TOKEN, and set "
+            "RAY_AUTH_MODE=token"
+        ) from error
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = f"Ray at {target}" if target else "a private Ray instance"
         text = " ".join(str(error).split())[:300]
@@ -104,6 +114,15 @@ def connect_ray(address: str, tp_size: int) -> RayConnection:
             child for child in children(os.getpid()) if child not in before and "/ray/" in command_line(child.pid)
         ]
     return connection
+
+
+def _check_listening(target: str) -> None:
+    """Refuse an address where nobody answers, which Ray would try for many minutes.  Raises: WorkerError."""
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise WorkerError(f"Ray at {target} does not answer: {error}; check --address and `ray status`") from error
 
 
 def joins_cluster(address: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4dist import Engine, EngineConfig
-from dsv4dist.errors import ConfigError, PlacementError
+from dsv4dist.errors import ConfigError, PlacementError, WorkerError
 from dsv4dist.workers.executor import WorkerReport
 from dsv4dist.workers.failure import FailureKind, RankFailure
 from dsv4dist.workers.processes import Process, children, command_line, descendants, find_process, wait_gone
@@ -272,3 +273,25 @@ def test_a_lost_node_is_replaced_while_there_is_room(cluster: Any) -> None:
                     PlacementError, match="placement of 3 ranks with 1 CPU each: the cluster is too small"
                 ):
                     executor.restart()
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(WorkerError, match=rf"Ray at 127.0.0.1:{port} does not answer: .*check --address"):
+            connect_ray(f"127.0.0.1:{port}", 1)
+
+
+def test_a_missing_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def refuse(**options: object) -> None:
+        raise ray.exceptions.AuthenticationError("no\ntoken")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(WorkerError, match=r"asks for a token: no token.*RAY_AUTH_TOKEN"):
+            connect_ray(f"127.0.0.1:{listener.getsockname()[1]}", 1)
