@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
 
 Prompt = str | Sequence[int]
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,6 +65,7 @@ class EngineCore:
         self._recovery = Recovery(executor, max_recoveries)
         try:
             self.report = self._recovery.start()
+            log.info("%d ranks are ready; decode steps: %s", max(1, len(self.report.ranks)), self.report.decode)
             self._scheduler = self._make_scheduler()
         except BaseException:
             executor.shutdown()

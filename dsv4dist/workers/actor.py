@@ -183,10 +183,10 @@ class Worker:
         )
 
     @_with_rank
-    def allocate(self, num_blocks: dict[str, int]) -> None:
-        """Create the caches with the sizes that all ranks agreed on."""
+    def allocate(self, num_blocks: dict[str, int]) -> str:
+        """Create the caches with the sizes that all ranks agreed on; says how decode steps will run."""
         self._enter("allocating caches")
-        self._runner.allocate(num_blocks)
+        return self._runner.allocate(num_blocks)
 
     @_with_rank
     def run(self, connect_timeout_s: float) -> None:

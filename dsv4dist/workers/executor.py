@@ -48,6 +48,8 @@ class WorkerReport:
     """Checkpoint tensors of draft layers that were not loaded."""
     load_s: float
     """Seconds that the slowest rank took to load its weights."""
+    decode: str = ""
+    """How decode steps run: what capturing them took, or why they are not captured."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Runner(Protocol):
         """The blocks of each cache group that fit on this rank, after loading."""
         ...
 
-    def allocate(self, num_blocks: dict[str, int]) -> None:
-        """Create the caches with the agreed sizes, and all that a step needs."""
+    def allocate(self, num_blocks: dict[str, int]) -> str:
+        """Create the caches with the agreed sizes, and all that a step needs; see WorkerReport.decode."""
         ...
 
     def execute(self, packet: Int32Array) -> Iterator[StepResult]:

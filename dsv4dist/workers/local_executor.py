@@ -33,13 +33,14 @@ class LocalExecutor:
         started = time.monotonic()
         self.runner.load()
         num_blocks = self.runner.cache_block_limits()
-        self.runner.allocate(num_blocks)
+        decode = self.runner.allocate(num_blocks)
         rank = RankInfo(0, "", socket.gethostname(), os.getpid(), str(self.runner.device), gpu_id="")
         return WorkerReport(
             num_cache_blocks=num_blocks,
             ranks=[rank],
             skipped_draft_tensors=self.runner.skipped_draft_tensors,
             load_s=time.monotonic() - started,
+            decode=decode,
         )
 
     def restart(self) -> WorkerReport:

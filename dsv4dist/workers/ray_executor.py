@@ -194,14 +194,14 @@ class RayExecutor:
         addresses = [(channel.address(rank),) for rank in range(self._tp_size)]
         reports: list[InitReport] = group.call("init", self._start_timeout_s, setup, each=addresses)
         num_blocks = agree_on_blocks([report.cache_block_limits for report in reports])
-        group.call("allocate", self._start_timeout_s, num_blocks)
+        decode: str = group.call("allocate", self._start_timeout_s, num_blocks)[0]
         group.run(_CONNECT_S)
         try:
             channel.wait_connected(_CONNECT_S, group.raise_if_failed)
         except ConnectionLostError as error:
             raise group.stuck(str(error)) from error
         self._ended = None
-        return _report(group, reports, num_blocks)
+        return _report(group, reports, num_blocks, decode)
 
     def _running(self) -> tuple[DriverChannel, RankGroup]:
         if self._ended is not None or self._channel is None or self._group is None:
@@ -248,7 +248,7 @@ class RayExecutor:
                 )
 
 
-def _report(group: RankGroup, reports: list[InitReport], num_blocks: dict[str, int]) -> WorkerReport:
+def _report(group: RankGroup, reports: list[InitReport], num_blocks: dict[str, int], decode: str) -> WorkerReport:
     ranks = [
         RankInfo(rank, place.node_id, place.hostname, place.process.pid, report.device, place.gpu_id)
         for rank, (place, report) in enumerate(zip(group.places, reports, strict=True))
@@ -261,4 +261,5 @@ def _report(group: RankGroup, reports: list[InitReport], num_blocks: dict[str, i
         ranks=ranks,
         skipped_draft_tensors=reports[0].skipped_draft_tensors,
         load_s=max(report.load_s for report in reports),
+        decode=decode,
     )

@@ -91,8 +91,11 @@ class ModelRunner:
             retain=config.enable_prefix_caching,
         )
 
-    def allocate(self, num_blocks: dict[str, int]) -> None:
-        """Allocate the caches with the block counts that all ranks agreed on.  Raises: ConfigError if too few."""
+    def allocate(self, num_blocks: dict[str, int]) -> str:
+        """Allocate the caches with the block counts that all ranks agreed on, and capture decode steps.
+
+        Returns what that took, or why they are not captured.  Raises: ConfigError for too few blocks.
+        """
         check_num_blocks(num_blocks)
         config = self.config
         tokens_per_request = 1 + config.speculative_tokens
@@ -114,7 +117,7 @@ class ModelRunner:
             config.poison_memory,
             config.num_draft_layers,
         )
-        self._capture()
+        return self._capture()
 
     @torch.inference_mode()
     def execute(self, packet: Int32Array) -> Iterator[StepResult]:
@@ -266,8 +269,8 @@ class ModelRunner:
         return Overlap(streams, self.arch.main_first_tokens)
 
     @torch.inference_mode()
-    def _capture(self) -> None:
-        """Record the decode steps as graphs where that is possible; one line says what it took, or why not."""
+    def _capture(self) -> str:
+        """Record the decode steps as graphs where that is possible; says what it took, or why not."""
         reason = eager_reason(self.config, self._kernels, self.comm, self.device)
         if reason is None:
             watched = [self.buffers.memory, *cache_tensors(self.caches)] if self.config.poison_memory else []
@@ -275,9 +278,10 @@ class ModelRunner:
             rows, reason = capture_on_all_ranks(graphs, self.comm, self.device)
             if reason is None:
                 self.graphs = graphs
-                log.info("decode: %s", describe_capture(rows))
-                return
-        log.info("decode runs eagerly: %s", reason)
+                return describe_capture(rows)
+        if self.device.type == "cuda" and not self.config.enforce_eager and self.tp.rank == 0:
+            log.warning("decode steps run eagerly, which is slower: %s", reason)
+        return f"eager: {reason}"
 
     def _cache_memory_bytes(self) -> int:
         if self.config.kv_cache_memory_bytes is not None:

@@ -103,6 +103,10 @@ def calls(fp8_format: Fp8Format) -> Iterator[Call]:
     yield Call("step_rows, CSA and HCA", "step_rows.step_rows",
                (three.int(), torch.tensor([0, 1]).int(), torch.tensor([900]).int(), table64, compressed))  # fmt: skip
     yield from projection_calls(fp8_format, x)
+    rows = [PagedCache(torch.randn(count // 64, 64, 512).bfloat16(), 64) for count in (WINDOW, SELECTED)]
+    yield Call("sparse_attention, the same keys as bf16 rows", "sparse_attention.sparse_attention",
+               (q, listed(rows[0]), listed(rows[1]), torch.randn(16), 512**-0.5, three, table), "sparse_decode",
+               tuning={"num_splits": SPLITS})  # fmt: skip
 
 
 def compressor_calls(fp8_format: Fp8Format, table: torch.Tensor) -> Iterator[Call]:

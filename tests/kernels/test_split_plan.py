@@ -133,7 +133,7 @@ def test_queries_that_do_not_meet_do_not_change_each_other_s_count(extra: int, t
 def test_the_best_counts_measured_on_an_h200(heads: int, selected: int, queries: int, measured: int) -> None:
     """Window 128 + selected keys (docs/performance.md). A count is as good as another with the same shares."""
     traits = traits_for("sm90", 132)
-    tile = next(one for one in traits.warpgroup_tiles if one.heads >= heads)
+    tile = next(one for one in traits.fp8_tiles if one.heads >= heads)
     planned = plan_splits(queries, 1, 128 * queries, selected * queries, traits.num_units, tile.splits)
     tiles = tiles_of(128, tile.splits) + tiles_of(selected, tile.splits)
     assert -(-tiles // planned) == -(-tiles // measured)

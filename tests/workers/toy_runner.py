@@ -51,8 +51,9 @@ class ToyRunner:
     def cache_block_limits(self) -> dict[str, int]:
         return {"swa": 10 - self.tp.rank, "csa": 20 + self.tp.rank}
 
-    def allocate(self, num_blocks: dict[str, int]) -> None:
+    def allocate(self, num_blocks: dict[str, int]) -> str:
         self.num_blocks = num_blocks
+        return "eager: a toy"
 
     def execute(self, packet: Any) -> Iterator[StepResult]:
         yield self._execute(packet)

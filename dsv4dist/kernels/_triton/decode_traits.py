@@ -15,7 +15,10 @@ from dsv4dist.kernels.split_plan import SplitTraits
 
 @dataclass(frozen=True)
 class Tile:
-    """One compiled shape of the partial kernel: `heads` x `keys` a step, how to split, which of the two kernels."""
+    """One compiled shape of the partial kernel: `heads` x `keys` a step, how to split, which of the kernels.
+
+    warpgroup  the Hopper kernel; cdna  the CDNA kernel, for this generation; neither: the portable one
+    """
 
     heads: int
     keys: int
@@ -23,6 +26,7 @@ class Tile:
     stages: int
     splits: SplitTraits
     warpgroup: bool = False
+    cdna: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class DecodeTraits:
     num_units   compute units of the device
     tiles       shapes by their number of heads, ascending; the first that holds all heads is taken, else the last
     wide_tile   the shape for fp32 keys, which need four times the registers
-    warpgroup_tiles  as tiles, for the Hopper kernel; empty where it does not run
+    fp8_tiles   as tiles, for caches in native fp8 alone; empty where `tiles` serve these too
     """
 
     native_fp8: frozenset[Fp8Format]
@@ -42,13 +46,13 @@ class DecodeTraits:
     num_units: int
     tiles: tuple[Tile, ...]
     wide_tile: Tile
-    warpgroup_tiles: tuple[Tile, ...] = ()
+    fp8_tiles: tuple[Tile, ...] = ()
 
     def tile(self, num_heads: int, dtype: tl.dtype, fp8_only: bool) -> Tile:
         """The shape for `num_heads` local heads multiplied in `dtype`; fp8_only: all keys are fp8 the device converts."""
         if dtype == tl.float32:
             return self.wide_tile
-        tiles = self.warpgroup_tiles if fp8_only and self.warpgroup_tiles else self.tiles
+        tiles = self.fp8_tiles if fp8_only and self.fp8_tiles else self.tiles
         return next((tile for tile in tiles if tile.heads >= num_heads), tiles[-1])
 
 
@@ -71,18 +75,21 @@ _TILES = {
 # best counts of sweeps on an H200 (docs/performance.md).
 _SHARED_UNIT: dict[str, float] = {"programs_per_unit": 2, "crowding": 0.4}
 _WHOLE_UNIT: dict[str, float] = {"programs_per_unit": 1}
-_WARPGROUP_TILES = {
+_FP8_TILES = {
     "sm90": tuple(
         replace(_tile(heads, 64, warps, **splits), warpgroup=True)
         for heads, warps, splits in ((8, 4, _SHARED_UNIT), (16, 4, _SHARED_UNIT), (64, 8, _WHOLE_UNIT))
     ),
+    # Vector registers and shared memory hold one program on gfx942, two on gfx950. Not fitted to any time.
+    "gfx942": (replace(_tile(16, 64, 4, **_WHOLE_UNIT), cdna=3),),
+    "gfx950": (replace(_tile(16, 64, 4), cdna=4),),
 }
 
 
 def traits_for(arch: str, num_units: int) -> DecodeTraits:
     """The traits of an architecture name as Triton spells it (gfx950, sm90), with defaults for unknown ones."""
     native, tiles, wide = _TILES.get(arch, _TILES["other"])
-    return DecodeTraits(native, False, num_units, tiles, wide, _WARPGROUP_TILES.get(arch, ()))
+    return DecodeTraits(native, False, num_units, tiles, wide, _FP8_TILES.get(arch, ()))
 
 
 @functools.cache

@@ -73,7 +73,7 @@ def sparse_attention(
     traits = traits_of(q.device)
     sources = (_source(main, traits), _absent(q) if extra is None else _source(extra, traits))
     dtype, exact = _compute_types([main] if extra is None else [main, extra], traits)
-    tile = traits.tile(num_heads, dtype, all(_warpgroup_ready(source) for source in sources))
+    tile = traits.tile(num_heads, dtype, all(_gluon_ready(source) for source in sources))
     if num_splits is None and _in_place(tile, num_queries, num_heads):
         from dsv4dist.kernels._triton.hopper_prefill import launch_in_place
 
@@ -143,6 +143,18 @@ def _launch(
                 EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
                 HEADS=tile.heads, WARPS=tile.warps, num_warps=tile.warps,
             )  # fmt: skip
+        elif tile.cdna:
+            from dsv4dist.kernels._triton.cdna_decode import sparse_decode_partial_cdna_kernel
+
+            there = extra if extra.code else main
+            sparse_decode_partial_cdna_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
+                q, main.data, main.indices, main.indptr, there.data, there.indices, there.indptr, sink_or_q, where, table,
+                top, total, acc, out, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+                main.stride, there.stride, main.block_size.bit_length() - 1,
+                there.block_size.bit_length() - 1, main.slots, there.slots, num_heads, num_splits, scale * LOG2_E,
+                EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
+                CDNA=tile.cdna, num_warps=tile.warps,
+            )  # fmt: skip
         else:
             sparse_decode_partial_kernel[(triton.cdiv(num_heads, tile.heads) * num_splits * num_queries,)](
             q, main.data, main.indices, main.indptr, extra.data, extra.indices, extra.indptr, sink_or_q, where, table,
@@ -184,8 +196,8 @@ def _absent(q: torch.Tensor) -> _Source:
     return _Source(q, q, q, 0, 0, 1, 0, False)
 
 
-def _warpgroup_ready(source: _Source) -> bool:
-    """Whether the Hopper kernel can read this segment: native fp8 pages with a power of two of slots, or none."""
+def _gluon_ready(source: _Source) -> bool:
+    """Whether the Gluon kernels can read this segment: native fp8 pages with a power of two of slots, or none."""
     return source.code == 0 or (source.native and source.block_size & (source.block_size - 1) == 0)
 
 
@@ -287,7 +299,7 @@ def compile_specs() -> list[CompileSpec]:
                 if block_size:
                     extra = _source(segments[1], traits)
                 for heads in (8, 16, 32, 64, 128):
-                    tile = traits.tile(heads, dtype, _warpgroup_ready(main) and _warpgroup_ready(extra))
+                    tile = traits.tile(heads, dtype, _gluon_ready(main) and _gluon_ready(extra))
                     name = f"sparse_decode {kind} {'fp8' if fp8_format else 'bf16'} {tile.heads}x{tile.keys}"
                     for finish in (False, True):
                         one = _partial_spec(name, (main, extra), dtype, exact, tile, finish, arch)
@@ -337,6 +349,16 @@ def _partial_spec(
         common["spills_because"] = "decode_traits chose the shape by its time on an H200"
         return spec(sparse_decode_hopper_kernel, f"{name} hopper", signature, constexprs=values, large=("data_ptr",),
                     aligned=() if extra.code else ("pages_delta", "indices_delta"), **common)  # fmt: skip
+    if tile.cdna:
+        from dsv4dist.kernels._triton.cdna_decode import sparse_decode_partial_cdna_kernel
+
+        signature |= {
+            "main_ptr": main_type, "main_indices_ptr": "*i32", "extra_ptr": main_type, "extra_indices_ptr": "*i32",
+            "extra_indptr_ptr": "*i32", "main_shift": "i32", "extra_shift": "i32",
+        }  # fmt: skip
+        values |= {"EXTRA": extra.code != 0, "CDNA": tile.cdna}
+        return spec(sparse_decode_partial_cdna_kernel, f"{name} cdna", signature, constexprs=values,
+                    aligned=("main_stride", "extra_stride"), large=("main_ptr", "extra_ptr"), **common)  # fmt: skip
     if arch == "sm90":
         common["spills_because"] = "Hopper's warpgroup products take 64 keys"
     list_type = "*i32" if extra.code else extra_type  # of an absent segment every pointer is the query's
