@@ -74,7 +74,7 @@ class Attention:
         qr, kv = self.ops.qr_kv_norm(self.wq_a_wkv(x), self.q_norm, self.kv_norm, eps)
         both = self.wq_b(qr)
         q, index_q = both[:, : self.num_query_channels], both[:, self.num_query_channels :]
-        q = q.view(x.shape[0], -1, self.config.head_dim)
+        q = q.unflatten(1, (-1, self.config.head_dim))
         q = self.ops.q_rope_kv_insert(q, kv, step.positions, self.cos_sin, caches.window, step.window_slots, eps)
         return q, index_q
 
@@ -145,5 +145,5 @@ class Attention:
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Grouped output projection of out [T, h, D]; each rank holds whole groups, the sum over ranks is y."""
-        z = self.wo_a(out.reshape(out.shape[0], -1, self.config.group_input_size))
+        z = self.wo_a(out.flatten(1).unflatten(1, (-1, self.config.group_input_size)))
         return self.comm.all_reduce(self.wo_b(z))

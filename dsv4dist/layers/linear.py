@@ -29,7 +29,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> [T, N]; with groups, x [T, groups, K] -> [T, groups * N]."""
         if self.scale is not None:
-            grouped = x.view(len(x), -1, self.weight.shape[2])
+            grouped = x if x.dim() == 3 else x.unsqueeze(1)
             y: torch.Tensor = self._ops.fp8_weight_linear(grouped, self.weight, self.scale, self._fp8_format)
             return y.flatten(1)
         if x.dim() == 2:

@@ -40,7 +40,7 @@ class MixtureOfExperts:
         out = self.ops.grouped_matmul(self._swiglu(gate, up), self.w2, ends)
         parts = torch.empty(out.shape, dtype=torch.float32, device=x.device)
         parts[order] = out.float() * routing.flatten()[order].unsqueeze(-1)
-        return parts.view(tokens, per_token, -1).sum(dim=1)
+        return parts.view(tokens, per_token, x.shape[1]).sum(dim=1)
 
     def _route(self, x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token [T, k] and their fp32 weights; ties go to the lowest expert."""

@@ -54,7 +54,9 @@ class LocalExecutor:
         self._results = chain(self._results, self.runner.execute(packet))
 
     def collect(self) -> StepResult:
-        return next(self._results)
+        result = next(self._results, None)
+        assert result is not None, "collect follows submit, and no error"
+        return result
 
     def execute(self, packet: Int32Array) -> StepResult:
         self.submit(packet)

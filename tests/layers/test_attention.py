@@ -17,7 +17,7 @@ from dsv4dist.engine.request import Request, SamplingParams
 from dsv4dist.engine.scheduler import ScheduledRequest
 from dsv4dist.engine.step_plan import build_step_plan
 from dsv4dist.step.builder import build_metadata
-from dsv4dist.step.sections import split_sections
+from dsv4dist.step.sections import PacketShape, split_sections
 from dsv4dist.workers.packet import read_header
 from tests.support import oracle
 
@@ -58,3 +58,16 @@ def test_a_layer_alone(
         blocks.release_passed(request.tables, request.num_computed)
     blocks.free(request.tables)
     assert np.abs(np.concatenate(got) - expected).max() < TOLERANCE
+
+
+def test_a_layer_without_rows(checkpoint: Callable[..., Path], engine: Callable[..., Any]) -> None:
+    """Drafting for a step in which nobody wants a token runs the draft layer on no rows at all."""
+    started = engine(checkpoint("tiny"))
+    runner, config = started._executor.runner, started.config.model
+    sections = {
+        name: torch.zeros(dims, dtype=torch.int32) for name, dims in PacketShape(1, 0, (1, 1, 1, 1)).sections().items()
+    }
+    step = build_metadata(config, runner.ops, sections, 8)
+    for layer, caches in zip(runner.model.layers, runner.caches, strict=True):
+        streams = torch.empty(0, config.hc_mult, config.hidden_size)
+        assert layer(streams, step, caches).shape == streams.shape
