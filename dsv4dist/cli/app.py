@@ -59,6 +59,8 @@ def _root(
     if debug_wanted():
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("dsv4dist").setLevel(logging.DEBUG)
+    else:
+        logging.basicConfig(format="dsv4dist: %(message)s", level=logging.WARNING)
 
 
 def run(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ the device; `health` has a thread of its own and answers while `run` is busy.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import ray
 
 from dsv4dist.distributed.tp import TpInfo
-from dsv4dist.env import device_masks, set_thread_count
+from dsv4dist.env import debug_wanted, device_masks, set_thread_count
 from dsv4dist.workers.channel import ChannelAddress, ConnectionLostError, RankChannel, make_keys
 from dsv4dist.workers.devices import device_index
 from dsv4dist.workers.executor import Runner, RunnerFactory
@@ -140,6 +141,9 @@ class Worker:
     def prepare(self, rank: int, size: int, timeout_s: float) -> tuple[str, int] | None:
         """Take a rank and load torch; rank 0 of several opens the rendezvous store and returns its host and port."""
         self.rank = rank
+        level = logging.DEBUG if debug_wanted() else logging.WARNING
+        logging.basicConfig(format=f"rank {rank}: %(message)s", level=logging.WARNING, force=True)
+        logging.getLogger("dsv4dist").setLevel(level)
         self._tp = TpInfo(rank, size)
         self._enter("loading torch")
         import torch
