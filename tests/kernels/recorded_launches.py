@@ -78,7 +78,8 @@ def launch_everything(fp8_format: Fp8Format) -> None:
             inputs = of(dtype, tokens, 64, 128), of(torch.float32, tokens, 64), keys, table, of(i64, tokens)
             indexer_logits.indexer_logits(*inputs, of(i64, tokens), max_entries=1003)
     for k, width in ((512, 501), (512, 4001), (512, (1 << 18) - 5), (1024, (1 << 18) - 5)):
-        topk.topk_entries(of(torch.float32, 3, -(-width // 16) * 16)[:, :width], of(i64, 3), k)
+        for rows in (3, topk.EAGER_PROGRAMS + 3):
+            topk.topk_entries(of(torch.float32, rows, -(-width // 16) * 16)[:, :width], of(i64, rows), k)
     cos_sin = of(torch.float32, 1 << 20, 64)
     for heads in (8, 16, 32, 64, 128):
         for queries in (5, 3001):

@@ -14,6 +14,8 @@ from dsv4dist.kernels.paged_cache import PagedCache
 from dsv4dist.kernels.segments import Segment
 from dsv4dist.kernels.split_plan import SplitTraits, estimate_time, plan_splits
 
+import triton.language as tl  # isort: skip
+
 TRAITS = st.builds(
     SplitTraits,
     max_splits=st.integers(1, 32),
@@ -159,3 +161,13 @@ def test_true_lengths_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         sparse_decode.sparse_attention(torch.randn(2, 1, 512), segment, segment, None, 1.0)
     assert len(found) == 3
     assert found[0] == found[1] == found[2]
+
+
+def test_few_queries_take_few_heads_a_program() -> None:
+    """Heads are spread while each tile of keys and block of heads finds a unit of its own."""
+    traits = traits_for("sm90", 132)
+    heads = {queries: traits.tile(64, tl.float16, True, key_tiles=10 * queries).heads for queries in (1, 2, 3, 4, 512)}
+    assert heads == {1: 8, 2: 16, 3: 16, 4: 64, 512: 64}
+    assert traits.tile(16, tl.float16, True, key_tiles=10).heads == 8
+    assert traits.tile(16, tl.float16, True, key_tiles=5120).heads == 16
+    assert traits_for("gfx950", 256).tile(64, tl.float16, True, key_tiles=1).heads == 16

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from dsv4dist.arch import ArchTraits, arch_of, traits_by_name
 from dsv4dist.kernels._triton.compile_spec import ARCHS, CompileSpec, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import cast, decode_e4m3, decode_scale
 from dsv4dist.kernels.paged_cache import Fp8Format
 
@@ -138,6 +139,7 @@ def _block_matmul_kernel(
 
     COLUMNS divides 128, so that a tile has one weight scale per block of channels. EVEN: no ragged block of channels.
     """
+    wait_for_previous()
     row_tiles = tl.cdiv(num_rows, ROWS)
     row_tile = tl.program_id(0) % row_tiles  # neighbours share weights, the larger factor
     column_tile = tl.program_id(0) // row_tiles
@@ -185,6 +187,7 @@ def _add_splits_kernel(
     part_ptr, out_ptr, num_rows, num_columns, splits, stride_part, stride_out_group, stride_out_row, BLOCK: tl.constexpr
 ):
     """out[group, row, column] = the sum over splits, first to last, of part[split, group, row, column], contiguous."""
+    wait_for_previous()
     row = tl.program_id(1).to(tl.int64)
     group = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -244,13 +247,15 @@ def block_matmul(
         W_SCALE=w.scale_kind,
         EVEN=channels % SCALE_BLOCK == 0,
         num_warps=tile.warps,
+        **early_launch(out.device),
         **_constants(tile, x.data.dtype, arch, fp8_format, x.scale is not None),
     )
     if splits > 1:
         block = _columns_to_add(columns)
         _add_splits_kernel[(triton.cdiv(columns, block), rows, groups)](
-            target, out, rows, columns, splits, target.stride(0), out.stride(0), out.stride(1), BLOCK=block, num_warps=4
-        )
+            target, out, rows, columns, splits, target.stride(0), out.stride(0), out.stride(1), BLOCK=block,
+            num_warps=4, **early_launch(out.device),
+        )  # fmt: skip
 
 
 def plan_splits(tiles: int, blocks: int, compute_units: int) -> int:

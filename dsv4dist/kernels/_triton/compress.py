@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError, UnsupportedError
+from dsv4dist.kernels._triton.arrivals import arrival_counters
 from dsv4dist.kernels._triton.checks import (
     CODE_OF,
     cache_strides,
@@ -20,7 +21,7 @@ from dsv4dist.kernels._triton.checks import (
     is_fnuz,
 )
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
-from dsv4dist.kernels._triton.quantise import cast, lookup_slots, rotate_rows, store_entry
+from dsv4dist.kernels._triton.quantise import cast, load_rotation, lookup_slots, rotate_by, store_entry
 from dsv4dist.kernels.block_table import BlockTable
 from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
 
@@ -75,61 +76,70 @@ def _pool(
 
 @triton.jit
 def _finish(
-    pooled, channel, inside, norm_weight_ptr, last, cos_sin_ptr, cache_ptr, slot, stride_table, stride_block,
-    stride_row, num_positions, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, ROTARY: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FNUZ: tl.constexpr,
+    pooled, weight, cos, sin, cache_ptr, slot, stride_block, stride_row, eps, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    ROTARY: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FNUZ: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate by the window's first position, and store a pooled row [BLOCK]."""
-    weight = tl.load(norm_weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    row = tl.where(inside, pooled, 0.0)
-    row = row * tl.rsqrt(tl.sum(row * row, 0) / DIM + eps) * weight
-    first = last - (RATIO - 1) + tl.arange(0, 1)
-    row = rotate_rows(row[None, :], cos_sin_ptr, first, stride_table, num_positions, ROTARY, DIM, False)
-    row = tl.reshape(row, (BLOCK,))
+    """Norm, rotate and store a pooled row [BLOCK], which is 0 beyond DIM."""
+    row = pooled * tl.rsqrt(tl.sum(pooled * pooled, 0) / DIM + eps) * weight
+    row = tl.reshape(rotate_by(row[None, :], cos, sin, ROTARY, DIM, False), (BLOCK,))
     store_entry(row, cache_ptr, slot, stride_block, stride_row, DIM, BLOCK, FORMAT, BLOCK_SIZE, FNUZ)
 
 
 @triton.jit
 def _compress_store_kernel(
     state_ptr, blocks_ptr, first_block_ptr, token_to_req_ptr, positions_ptr, state_slots_ptr, norm_weight_ptr,
-    cos_sin_ptr, cache_ptr, entry_slots_ptr, pooled_ptr, stride_state_block, stride_state_row, stride_req, stride_table,
-    stride_block, stride_row, num_tokens, num_columns, num_state_slots, num_slots, num_positions, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, NUM_TAPS: tl.constexpr,
-    STATE_BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, FORMAT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FNUZ: tl.constexpr, STAGE: tl.constexpr, CHUNK: tl.constexpr,
+    cos_sin_ptr, cache_ptr, entry_slots_ptr, pooled_ptr, arrivals_ptr, stride_state_block, stride_state_row, stride_req,
+    stride_table, stride_block, stride_row, num_tokens, num_columns, num_state_slots, num_slots, num_positions, eps,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
+    NUM_TAPS: tl.constexpr, STATE_BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FNUZ: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program: CHUNK tokens in turn, most of which complete nothing.
+    """One program: PART channels of CHUNK tokens in turn, most of which complete nothing.
 
-    STAGE 0 does all of it for DIM <= BLOCK channels; 1 pools BLOCK channels a program into `pooled`; 2 finishes those.
+    With PART < BLOCK, a token's last program to pool its part finishes the entry: nothing waits for anything.
     """
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < DIM
+    part = tl.program_id(1) * PART + tl.arange(0, PART)
+    channel = tl.arange(0, BLOCK)
     member = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    entry_slots = tl.load(entry_slots_ptr + member, mask=member < num_tokens, other=-1).to(tl.int64)
-    state_slots = tl.load(state_slots_ptr + member, mask=member < num_tokens, other=-1).to(tl.int64)
+    # All that depends on nothing is loaded at once: few tokens wait for memory, one look-up after the other.
+    present = member < num_tokens
+    entry_slots = tl.load(entry_slots_ptr + member, mask=present, other=-1).to(tl.int64)
+    state_slots = tl.load(state_slots_ptr + member, mask=present, other=-1).to(tl.int64)
+    positions = tl.load(positions_ptr + member, mask=present, other=0).to(tl.int64)
+    reqs = tl.load(token_to_req_ptr + member, mask=present, other=0).to(tl.int64)
     due = (entry_slots >= 0) & (state_slots >= 0) & (entry_slots < num_slots)
     left = tl.where(due, member, num_tokens)
     token = tl.min(left, 0)
     while token < num_tokens:
-        last = tl.load(positions_ptr + token).to(tl.int64)
-        if STAGE == 2:
-            pooled = tl.load(pooled_ptr + token * DIM + channel, mask=inside, other=0.0)
-        else:
-            req = tl.load(token_to_req_ptr + token).to(tl.int64)
-            pooled = _pool(
-                state_ptr, blocks_ptr, first_block_ptr, req, last, channel, inside, stride_state_block,
-                stride_state_row, stride_req, num_columns, num_state_slots, DIM, RATIO, OVERLAP, STATE_BLOCK_SIZE,
-                NUM_TAPS,
-            )  # fmt: skip
-        if STAGE == 1:
-            tl.store(pooled_ptr + token * DIM + channel, pooled, mask=inside)
-        else:
-            slot = tl.load(entry_slots_ptr + token).to(tl.int64)
+        mine = member == token
+        last = tl.sum(tl.where(mine, positions, 0), 0)
+        req = tl.sum(tl.where(mine, reqs, 0), 0)
+        slot = tl.sum(tl.where(mine, entry_slots, 0), 0)
+        first = last - (RATIO - 1) + tl.arange(0, 1)
+        weight = tl.load(norm_weight_ptr + channel, mask=channel < DIM, other=0.0).to(tl.float32)
+        cos, sin = load_rotation(cos_sin_ptr, first, stride_table, num_positions, ROTARY, DIM, BLOCK)
+        pooled = _pool(
+            state_ptr, blocks_ptr, first_block_ptr, req, last, part, part < DIM, stride_state_block, stride_state_row,
+            stride_req, num_columns, num_state_slots, DIM, RATIO, OVERLAP, STATE_BLOCK_SIZE, NUM_TAPS,
+        )  # fmt: skip
+        if PART == BLOCK:
+            pooled = tl.where(channel < DIM, pooled, 0.0)
             _finish(
-                pooled, channel, inside, norm_weight_ptr, last, cos_sin_ptr, cache_ptr, slot, stride_table,
-                stride_block, stride_row, num_positions, eps, DIM, BLOCK, RATIO, ROTARY, FORMAT, BLOCK_SIZE, FNUZ,
+                pooled, weight, cos, sin, cache_ptr, slot, stride_block, stride_row, eps, DIM, BLOCK, ROTARY, FORMAT,
+                BLOCK_SIZE, FNUZ,
             )  # fmt: skip
-        left = tl.where(left == token, num_tokens, left)
+        else:
+            tl.store(pooled_ptr + token * DIM + part, pooled, mask=part < DIM)
+            tl.debug_barrier()  # one thread announces what all of them have stored
+            came_before = tl.atomic_add(arrivals_ptr + token, 1, sem="acq_rel", scope="gpu")
+            if came_before == tl.num_programs(1) - 1:
+                tl.store(arrivals_ptr + token, 0)
+                whole = tl.load(pooled_ptr + token * DIM + channel, mask=channel < DIM, other=0.0, cache_modifier=".cg")
+                _finish(
+                    whole, weight, cos, sin, cache_ptr, slot, stride_block, stride_row, eps, DIM, BLOCK, ROTARY, FORMAT,
+                    BLOCK_SIZE, FNUZ,
+                )  # fmt: skip
+        left = tl.where(mine, num_tokens, left)
         token = tl.min(left, 0)
 
 
@@ -161,27 +171,19 @@ def compress_state(
     )  # fmt: skip
 
 
-def _part(taps: int) -> int:
-    """Channels per program: 128 states of 512 channels are 512 KB, too much for one, so a cache line of each."""
-    return max(32, 4096 // taps)
-
-
 @dataclass(frozen=True)
 class _Shape:
-    """How one compressor's pooling is cut into programs: `splits` > 1 pools in a launch of its own."""
+    """How one compressor's pooling is cut into programs: each takes `part` of `block` channels."""
 
     block: int
-    splits: int
+    part: int
     taps: int
 
     @classmethod
     def of(cls, dim: int, taps: int) -> _Shape:
+        """128 states of 512 channels are 512 KB, too much for one program, so it takes a cache line of each."""
         block, taps = triton.next_power_of_2(dim), triton.next_power_of_2(taps)
-        return cls(block, triton.cdiv(dim, block if taps * block <= 8192 else _part(taps)), taps)
-
-    @property
-    def part(self) -> int:
-        return self.block if self.splits == 1 else _part(self.taps)
+        return cls(block, block if taps * block <= 8192 else min(block, max(32, 4096 // taps)), taps)
 
 
 def compress_store(
@@ -222,30 +224,26 @@ def compress_store(
     if count == 0:
         return
     shape = _Shape.of(dim, overlap * ratio)
-    chunk = _tokens_per_program(count, ratio, shape.splits)
-    pooled = torch.empty(count if shape.splits > 1 else 0, dim, dtype=torch.float32, device=positions.device)
-
-    def launch(stage: int, splits: int, block: int, warps: int) -> None:
-        _compress_store_kernel[(triton.cdiv(count, chunk), splits)](
-            state.data, state_table.blocks, state_table.first_block, token_to_req, positions, state_slots, norm_weight,
-            cos_sin, cache.data, entry_slots, pooled, *cache_strides(state), state_table.blocks.stride(0),
-            cos_sin.stride(0), *cache_strides(cache), count, state_table.blocks.shape[1], state.num_slots,
-            cache.num_slots, cos_sin.shape[0], eps, DIM=dim, BLOCK=block, RATIO=ratio, OVERLAP=overlap,
-            NUM_TAPS=shape.taps, STATE_BLOCK_SIZE=state.block_size, ROTARY=cos_sin.shape[1],
-            FORMAT=CODE_OF[cache.format], BLOCK_SIZE=cache.block_size, FNUZ=is_fnuz(cache), STAGE=stage, CHUNK=chunk,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
-
-    if shape.splits == 1:
-        launch(0, 1, shape.block, 4)
-    else:
-        launch(1, shape.splits, shape.part, 4)
-        launch(2, 1, shape.block, 4)
+    parts = triton.cdiv(dim, shape.part)
+    chunk = _tokens_per_program(count, ratio, parts)
+    pooled = arrivals = None
+    if parts > 1:
+        pooled = torch.empty(count, dim, dtype=torch.float32, device=positions.device)
+        arrivals = arrival_counters(count, positions.device)
+    _compress_store_kernel[(triton.cdiv(count, chunk), parts)](
+        state.data, state_table.blocks, state_table.first_block, token_to_req, positions, state_slots, norm_weight,
+        cos_sin, cache.data, entry_slots, pooled, arrivals, *cache_strides(state), state_table.blocks.stride(0),
+        cos_sin.stride(0), *cache_strides(cache), count, state_table.blocks.shape[1], state.num_slots,
+        cache.num_slots, cos_sin.shape[0], eps, DIM=dim, BLOCK=shape.block, PART=shape.part, RATIO=ratio,
+        OVERLAP=overlap, NUM_TAPS=shape.taps, STATE_BLOCK_SIZE=state.block_size, ROTARY=cos_sin.shape[1],
+        FORMAT=CODE_OF[cache.format], BLOCK_SIZE=cache.block_size, FNUZ=is_fnuz(cache), CHUNK=chunk, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
-def _tokens_per_program(num_tokens: int, ratio: int, splits: int) -> int:
+def _tokens_per_program(num_tokens: int, ratio: int, parts: int) -> int:
     """Tokens that one program looks through: of `ratio` tokens of a request only one completes an entry."""
-    programs = 1024 if splits == 1 else 256
+    programs = 1024 if parts == 1 else 256
     return min(triton.next_power_of_2(ratio), triton.next_power_of_2(triton.cdiv(num_tokens, programs)))
 
 
@@ -269,33 +267,34 @@ def compile_specs() -> list[CompileSpec]:
     for encoding in Fp8Format:
         for chunk in (1, 4):
             specs += [
-                _store_spec("csa", 512, 4, 2, 1, 64, encoding, chunk, 0),
-                _store_spec("csa index", 128, 4, 2, 2, 64, encoding, chunk, 0),
-                _store_spec("hca", 512, 128, 1, 1, 2, encoding, chunk, 1),
-                _store_spec("hca", 512, 128, 1, 1, 2, encoding, chunk, 2),
+                _store_spec("csa", 512, 4, 2, 1, 64, encoding, chunk),
+                _store_spec("csa index", 128, 4, 2, 2, 64, encoding, chunk),
+                _store_spec("hca", 512, 128, 1, 1, 2, encoding, chunk),
             ]
     return specs
 
 
 def _store_spec(
-    name: str, dim: int, ratio: int, overlap: int, code: int, size: int, encoding: Fp8Format, chunk: int, stage: int
+    name: str, dim: int, ratio: int, overlap: int, code: int, size: int, encoding: Fp8Format, chunk: int
 ) -> CompileSpec:
     shape = _Shape.of(dim, ratio * overlap)
     pointers = {
         "state_ptr": "*fp32", "blocks_ptr": "*i32", "first_block_ptr": "*i32", "token_to_req_ptr": "*i64",
         "positions_ptr": "*i64", "state_slots_ptr": "*i64", "norm_weight_ptr": "*fp32", "cos_sin_ptr": "*fp32",
-        "cache_ptr": "*u8", "entry_slots_ptr": "*i64", "pooled_ptr": "*fp32",
+        "cache_ptr": "*u8", "entry_slots_ptr": "*i64",
     }  # fmt: skip
     strides = ("state_block", "state_row", "req", "table", "block", "row")
     counts = ("num_tokens", "num_columns", "num_state_slots", "num_slots", "num_positions")
     signature = {**pointers, **{f"stride_{one}": "i32" for one in strides}, **dict.fromkeys(counts, "i32")}
     values = {
-        "DIM": dim, "BLOCK": shape.part if stage == 1 else shape.block, "RATIO": ratio, "OVERLAP": overlap,
+        "DIM": dim, "BLOCK": shape.block, "PART": shape.part, "RATIO": ratio, "OVERLAP": overlap,
         "NUM_TAPS": shape.taps, "STATE_BLOCK_SIZE": 8 if ratio == 128 else 4, "ROTARY": 64, "FORMAT": code,
-        "BLOCK_SIZE": size, "FNUZ": encoding is Fp8Format.FNUZ, "STAGE": stage, "CHUNK": chunk,
+        "BLOCK_SIZE": size, "FNUZ": encoding is Fp8Format.FNUZ, "CHUNK": chunk,
     }  # fmt: skip
-    step = ("", " pool", " finish")[stage]
-    return spec(_compress_store_kernel, f"compress_store {name} {encoding.value}{step} x{chunk}",
+    if shape.part == shape.block:
+        values |= {"pooled_ptr": None, "arrivals_ptr": None}
+    else:
+        signature |= {"pooled_ptr": "*fp32", "arrivals_ptr": "*i32"}
+    return spec(_compress_store_kernel, f"compress_store {name} {encoding.value} x{chunk}",
                 {**signature, "eps": "fp32"}, constexprs=values, unaligned=("stride_req",), large=("cache_ptr",),
-                options={"enable_fp_fusion": False}, archs=archs_of(encoding),
-                narrow_because="512 channels over 4 waves are 8 bytes a thread" if stage == 2 else "")  # fmt: skip
+                options={"enable_fp_fusion": False}, archs=archs_of(encoding))  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4dist.kernels._triton.early_launch import wait_for_previous
 from dsv4dist.kernels._triton.tiles import GROUP, GROUPS, attend_segment
 
 DIM = tl.constexpr(512)
@@ -127,6 +128,7 @@ def sparse_decode_partial_kernel(
     num_splits is; a split without keys writes only total = 0. FINISH (num_splits = 1) writes the output itself.
     EXACT is the wider type that a split falls back to, NaN scrubbed, when DTYPE gave a non-finite result.
     """
+    wait_for_previous()
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     shared = tl.program_id(0) // head_blocks  # neighbours share keys, which then come from the cache
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -216,6 +218,7 @@ def sparse_decode_reduce_kernel(
     ROTATE: tl.constexpr,
 ):
     """One program: one head of one query. A split with total = 0 was never written further and is not read."""
+    wait_for_previous()
     head = tl.program_id(0) % num_heads
     query = (tl.program_id(0) // num_heads).to(tl.int64)
     split = tl.arange(0, SPLITS)

@@ -36,7 +36,7 @@ class DecodeTraits:
     native_fp8  encodings that its instructions convert; the others are decoded with integer arithmetic
     only_fp32   multiply in fp32 only (the interpreter, whose bf16 product is wrong)
     num_units   compute units of the device
-    tiles       shapes by their number of heads, ascending; the first that holds all heads is taken, else the last
+    tiles       shapes by their number of heads, ascending
     wide_tile   the shape for fp32 keys, which need four times the registers
     fp8_tiles   as tiles, for caches in native fp8 alone; empty where `tiles` serve these too
     """
@@ -48,12 +48,19 @@ class DecodeTraits:
     wide_tile: Tile
     fp8_tiles: tuple[Tile, ...] = ()
 
-    def tile(self, num_heads: int, dtype: tl.dtype, fp8_only: bool) -> Tile:
-        """The shape for `num_heads` local heads multiplied in `dtype`; fp8_only: all keys are fp8 the device converts."""
+    def tile(self, num_heads: int, dtype: tl.dtype, fp8_only: bool, key_tiles: int) -> Tile:
+        """The shape for `num_heads` local heads multiplied in `dtype`, and `key_tiles` tiles of keys over all queries.
+
+        fp8_only: all keys are fp8 the device converts. Where a unit could be had for each tile of keys and a few heads,
+        they are: a program then has less to do, and that the same keys are read more often costs nothing.
+        """
         if dtype == tl.float32:
             return self.wide_tile
         tiles = self.fp8_tiles if fp8_only and self.fp8_tiles else self.tiles
-        return next((tile for tile in tiles if tile.heads >= num_heads), tiles[-1])
+        for tile in tiles:
+            if tile.heads >= num_heads or triton.cdiv(num_heads, tile.heads) * key_tiles <= self.num_units:
+                return tile
+        return tiles[-1]
 
 
 def _tile(heads: int, keys: int, warps: int, stages: int = 1, **splits: float) -> Tile:

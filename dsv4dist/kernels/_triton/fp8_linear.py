@@ -8,17 +8,20 @@ import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError
+from dsv4dist.kernels._triton import hopper_linear
 from dsv4dist.kernels._triton.block_matmul import (
     FP32_SCALE,
     ROW_COUNTS,
     SCALE_BLOCK,
     UNSCALED,
     Operand,
+    arch_traits,
     block_matmul,
     matmul_specs,
 )
 from dsv4dist.kernels._triton.checks import FLOATS, check_rows
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.fp8_vector import fp8_vector
 from dsv4dist.kernels._triton.quantise import decode_scale, encode_e4m3, magnitude
 from dsv4dist.kernels.fp8 import decode_scale_byte
@@ -38,6 +41,7 @@ def _quantise_tokens_kernel(x_ptr, data_ptr, scale_ptr, num_rows, num_channels, 
                             stride_scale_row, stride_scale_group, QUANT_MAX: tl.constexpr, POWER: tl.constexpr,
                             ROWS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     """ROWS rows by GROUPS groups. POWER: scales are powers of two, stored as e8m0 bytes; otherwise fp32, amax / max."""
+    wait_for_previous()
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :, None]
     channel = group * _GROUP + tl.arange(0, _GROUP)[None, None, :]
@@ -92,7 +96,7 @@ def quantise_rows(
     _quantise_tokens_kernel[grid](
         x, data.view(torch.uint8), scale, rows, channels, floor, x.stride(0), data.stride(0), *scale.stride(),
         QUANT_MAX=int(fp8_format.quant_max), POWER=scale.dtype == torch.uint8, ROWS=per_program,
-        GROUPS=GROUPS_PER_PROGRAM, num_warps=_warps(per_program),
+        GROUPS=GROUPS_PER_PROGRAM, num_warps=_warps(per_program), **early_launch(x.device),
     )  # fmt: skip
 
 
@@ -206,6 +210,10 @@ def fp8_weight_linear(
         return out
     if len(x) == 1 and weight_scale.dtype == torch.float32:
         fp8_vector(x[0], weight, weight_scale, out[0], fp8_format)
+        return out
+    arch = arch_traits(x.device)
+    if arch.name == "sm90" and fp8_format is Fp8Format.OCP and hopper_linear.takes(x, weight, weight_scale):
+        hopper_linear.hopper_linear(x, weight, weight_scale, out, arch.compute_units, num_splits)
         return out
     if weight_scale.dtype == torch.float8_e8m0fnu:
         weight_scale = weight_scale.view(torch.uint8)

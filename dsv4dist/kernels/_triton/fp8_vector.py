@@ -12,6 +12,7 @@ import triton.language as tl
 
 from dsv4dist.kernels._triton.block_matmul import FORMATS, SCALE_BLOCK, arch_traits
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import cast, decode_e4m3
 from dsv4dist.kernels.paged_cache import Fp8Format
 
@@ -19,6 +20,8 @@ MAX_CHANNELS = 4096
 """Channels that a program holds at once."""
 TILE, LARGE_TILE, MANY_COLUMNS = 16384, 32768, 4096
 """Weights that a program holds at once: the larger tile where there are so many columns that programs abound."""
+EARLY_PROGRAMS = 512
+"""Up to so many programs all find a place at once, and gain from asking for weights early; others lose by it."""
 _FNUZ = tl.constexpr(FORMATS[Fp8Format.FNUZ])
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 
@@ -28,8 +31,14 @@ def _fp8_vector_kernel(
     x_ptr, weight_ptr, scale_ptr, out_ptr, num_columns, num_channels, stride_x_group, stride_group, stride_row,
     stride_scale_group, stride_scale_row, stride_out_group, FORMAT: tl.constexpr, STORED: tl.constexpr,
     COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS outputs of one group, which divide 128 and so share their scales. ONCE: CHANNELS are all channels."""
+    """COLUMNS outputs of one group, which divide 128 and so share their scales. ONCE: CHANNELS are all channels.
+
+    EARLY: weights are asked for before the kernel ahead of this one is known to have ended.
+    """
+    if not EARLY:
+        wait_for_previous()
     first = tl.program_id(0) * COLUMNS
     group = tl.program_id(1).to(tl.int64)
     column = first + tl.arange(0, COLUMNS)
@@ -47,6 +56,8 @@ def _fp8_vector_kernel(
             weight = tl.load(at.to(tl.pointer_type(STORED)), mask=mask, other=0.0).to(tl.float32)
         else:
             weight = decode_e4m3(tl.load(at, mask=mask, other=0), FORMAT == _FNUZ)
+        if EARLY:
+            wait_for_previous()  # not before: nothing writes the weight
         scale = tl.load(scales + channel // _SCALE_BLOCK, mask=inside, other=0.0)
         x = tl.load(x_row + channel, mask=inside, other=0.0).to(tl.float32) * scale
         total += tl.sum(weight * x[None, :], 1)
@@ -71,7 +82,7 @@ def fp8_vector(
     constants = _constants(groups, columns, channels, native, fp8_format)
     _fp8_vector_kernel[(triton.cdiv(columns, constants["COLUMNS"]), groups)](
         x, data, scale, out, columns, channels, x.stride(0), data.stride(0), data.stride(1), scale.stride(0),
-        scale.stride(1), out.stride(0), **constants, num_warps=4,
+        scale.stride(1), out.stride(0), **constants, num_warps=4, **early_launch(x.device),
     )  # fmt: skip
 
 
@@ -81,12 +92,15 @@ def _constants(
     depth = min(MAX_CHANNELS, triton.next_power_of_2(channels))
     tile = LARGE_TILE if groups * columns >= MANY_COLUMNS else TILE
     stored = tl.float8e4nv if fp8_format is Fp8Format.OCP else tl.float8e4b8
+    width = max(1, min(16, tile // depth))
+    once = channels <= depth
     return {
         "FORMAT": FORMATS[fp8_format],
         "STORED": stored if fp8_format is native else None,
-        "COLUMNS": max(1, min(16, tile // depth)),
+        "COLUMNS": width,
         "CHANNELS": depth,
-        "ONCE": channels <= depth,
+        "ONCE": once,
+        "EARLY": once and groups * triton.cdiv(columns, width) <= EARLY_PROGRAMS,
     }
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from dsv4dist.errors import ShapeError
 from dsv4dist.kernels._triton.checks import FLOATS, check_integers
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 
 BLOCK_N, BLOCK_K = 64, 128
 
@@ -24,6 +25,7 @@ def _grouped_matmul_kernel(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of one expert by BLOCK_N columns."""
+    wait_for_previous()
     tile = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     known = expert < num_experts
@@ -75,7 +77,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     _grouped_matmul_kernel[grid](
         x, weight, ends, out, experts, columns, channels, x.stride(0), weight.stride(0), weight.stride(1),
         out.stride(0), EXPERTS=triton.next_power_of_2(experts), BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=_depth(x),
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=2, **early_launch(x.device),
     )  # fmt: skip
     return out
 

@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dsv4dist.kernels._triton.early_launch import wait_for_previous_gluon
+
 KEYS = gl.constexpr(64)  # keys of one tile: the M of a warpgroup instruction
 PANEL16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PANEL32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -267,6 +269,7 @@ def sparse_decode_hopper_kernel(
     WARPS: gl.constexpr,
 ):
     """As sparse_decode_partial_kernel. Page strides and pages_delta (extra - main pages) count 16 bytes."""
+    wait_for_previous_gluon()
     head_blocks = gl.cdiv(num_heads, HEADS)
     shared = gl.program_id(0) // head_blocks
     first_head = gl.program_id(0) % head_blocks * HEADS

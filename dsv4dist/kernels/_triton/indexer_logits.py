@@ -12,6 +12,7 @@ from dsv4dist.arch import ArchTraits, traits_by_name
 from dsv4dist.errors import ShapeError, UnsupportedError
 from dsv4dist.kernels._triton.block_matmul import FORMATS, arch_traits
 from dsv4dist.kernels._triton.compile_spec import ARCHS, POINTER_OF, CompileSpec, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import decode_e4m3
 from dsv4dist.kernels._triton.topk import topk_entries
 from dsv4dist.kernels.block_table import BlockTable
@@ -107,6 +108,7 @@ def _indexer_logits_kernel(
     STAGES: tl.constexpr,
 ):
     """Tokens [BLOCK_T * pid 0, ...) against every num_programs(1)-th tile of their requests' keys."""
+    wait_for_previous()
     first_token = tl.program_id(0) * BLOCK_T
     head = tl.arange(0, BLOCK_H)
     lane = tl.arange(0, BLOCK_N)
@@ -211,6 +213,7 @@ def indexer_logits(
         table.blocks.stride(0),
         logits.stride(0),
         num_warps=4,
+        **early_launch(q.device),
         **constants,
     )
     return logits

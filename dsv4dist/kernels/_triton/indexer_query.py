@@ -8,6 +8,7 @@ import triton.language as tl
 
 from dsv4dist.kernels._triton.checks import check_rotary, check_rows, power_of_2_up_to
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import (
     cast,
     decode_scale,
@@ -29,6 +30,7 @@ def _indexer_query_kernel(
     ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS (token, head) rows and their weights."""
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     present = row < num_rows
@@ -81,6 +83,7 @@ def indexer_query(
             cos_sin.stride(0), count, num_heads, cos_sin.shape[0], width**-0.5, num_heads**-0.5, WIDTH=width,
             BLOCK=block, ROTARY=cos_sin.shape[1], FP8=fp8_format is not None, FNUZ=fp8_format is Fp8Format.FNUZ,
             ROWS=rows, ONE_TOKEN=num_heads % rows == 0, num_warps=_warps(rows * block), enable_fp_fusion=False,
+            **early_launch(q.device),
         )  # fmt: skip
     return out.view(fp8_format.torch_dtype) if fp8_format else out, out_weights
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from dsv4dist.kernels._triton.checks import check_rotary, check_rows
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import cast, rotate_rows, split_rows
 
 
@@ -17,6 +18,7 @@ def _inverse_rope_kernel(
     NOPE: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One program: the rotary channels of ROWS (token, head) rows; the others are not touched."""
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     present = row < num_rows
@@ -47,7 +49,7 @@ def inverse_rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     _inverse_rope_kernel[(triton.cdiv(num_tokens * num_heads, rows),)](
         x, positions, cos_sin, x.stride(0), x.stride(1), cos_sin.stride(0), num_tokens * num_heads, num_heads,
         cos_sin.shape[0], NOPE=width - rotary, ROTARY=rotary, BLOCK=triton.next_power_of_2(rotary), ROWS=rows, ONE_TOKEN=num_heads % rows == 0,
-        num_warps=1 if rows == 4 else 4, enable_fp_fusion=False,
+        num_warps=1 if rows == 4 else 4, enable_fp_fusion=False, **early_launch(x.device),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from dsv4dist.errors import ShapeError
 from dsv4dist.kernels._triton.checks import check_rows, power_of_2_up_to
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import cast, encode_e4m3, magnitude
 from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
@@ -41,6 +42,7 @@ def _store_rows(y, out_ptr, row, present, stride_out, WIDTH: tl.constexpr, BLOCK
 @triton.jit
 def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, stride_x, stride_out, num_rows, eps, WIDTH: tl.constexpr,
                      BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < num_rows
     y = _normed(x_ptr + row * stride_x, weight_ptr, present, eps, WIDTH, BLOCK, HAS_WEIGHT)
@@ -54,6 +56,7 @@ def _qr_kv_norm_kernel(
     QUANT_MAX: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Both norms of ROWS rows; with QUANT_MAX > 0 the first leaves as fp8 codes with a scale per 128 channels."""
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < num_rows
     row_ptr = qr_kv_ptr + row * stride_x
@@ -100,6 +103,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     _rms_norm_kernel[(triton.cdiv(count, per_program),)](
         rows, rows if weight is None else weight, out, rows.stride(0), width, count, eps, WIDTH=width, BLOCK=block,
         HAS_WEIGHT=weight is not None, ROWS=per_program, num_warps=_warps(block * per_program),
+        **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -146,7 +150,7 @@ def _norm_both(
         _qr_kv_norm_kernel[(triton.cdiv(count, per_program),)](
             qr_kv, q_weight, kv_weight, qr, scale, kv, qr_kv.stride(0), count, eps, Q_WIDTH=q_width, Q_BLOCK=blocks[0],
             KV_WIDTH=kv_width, KV_BLOCK=blocks[1], QUANT_MAX=int(fp8_format.quant_max) if fp8_format else 0,
-            ROWS=per_program, num_warps=_warps(sum(blocks) * per_program),
+            ROWS=per_program, num_warps=_warps(sum(blocks) * per_program), **early_launch(qr_kv.device),
         )  # fmt: skip
     return qr.view(fp8_format.torch_dtype) if fp8_format else qr, scale, kv
 

@@ -18,6 +18,7 @@ from dsv4dist.kernels._triton.checks import (
     power_of_2_up_to,
 )
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import cast, rotate_rows, split_rows, store_entry
 from dsv4dist.kernels.paged_cache import Fp8Format, PagedCache
 
@@ -31,6 +32,7 @@ def _q_rope_kv_insert_kernel(
     FNUZ: tl.constexpr, ROWS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """The first num_tokens programs each insert one key; every other one norms and rotates ROWS query heads."""
+    wait_for_previous()
     program = tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     inside = channel < WIDTH
@@ -94,6 +96,7 @@ def q_rope_kv_insert(
         stride_block, stride_row, num_tokens, num_heads, cos_sin.shape[0], cache.num_slots, eps,
         WIDTH=width, BLOCK=block, ROTARY=cos_sin.shape[1], FORMAT=CODE_OF[cache.format], BLOCK_SIZE=cache.block_size,
         FNUZ=is_fnuz(cache), ROWS=rows, ONE_TOKEN=num_heads % rows == 0, num_warps=_warps(rows * block), enable_fp_fusion=False,
+        **early_launch(q.device),
     )  # fmt: skip
     return out
 

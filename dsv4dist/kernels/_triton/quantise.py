@@ -124,8 +124,14 @@ def rotate_rows(x, cos_sin_ptr, position, stride_table, num_positions, ROTARY: t
 
     Positions outside the table, which only padding has, are taken as its nearest row.
     """
-    N: tl.constexpr = x.shape[0]
-    BLOCK: tl.constexpr = x.shape[1]
+    cos, sin = load_rotation(cos_sin_ptr, position, stride_table, num_positions, ROTARY, WIDTH, x.shape[1])
+    return rotate_by(x, cos, sin, ROTARY, WIDTH, INVERSE)
+
+
+@triton.jit
+def load_rotation(cos_sin_ptr, position, stride_table, num_positions, ROTARY: tl.constexpr, WIDTH: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """(cos, sin) [N, BLOCK / 2] for `rotate_by`, as `rotate_rows` has it."""
     FIRST: tl.constexpr = (WIDTH - ROTARY) // 2
     row = tl.minimum(tl.maximum(position.to(tl.int64), 0), num_positions - 1)
     pair = tl.arange(0, BLOCK // 2)
@@ -133,6 +139,16 @@ def rotate_rows(x, cos_sin_ptr, position, stride_table, num_positions, ROTARY: t
     table = cos_sin_ptr + row[:, None] * stride_table + (pair - FIRST)[None, :]
     cos = tl.load(table, mask=rotary[None, :], other=1.0)
     sin = tl.load(table + ROTARY // 2, mask=rotary[None, :], other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def rotate_by(x, cos, sin, ROTARY: tl.constexpr, WIDTH: tl.constexpr, INVERSE: tl.constexpr):
+    """Rotate the last ROTARY of WIDTH channels of fp32 x [N, BLOCK]."""
+    N: tl.constexpr = x.shape[0]
+    BLOCK: tl.constexpr = x.shape[1]
+    pair = tl.arange(0, BLOCK // 2)
+    rotary = (pair >= (WIDTH - ROTARY) // 2) & (pair < WIDTH // 2)
     if INVERSE:
         sin = -sin
     even, odd = tl.split(tl.reshape(x, (N, BLOCK // 2, 2)))

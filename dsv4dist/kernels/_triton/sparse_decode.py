@@ -14,6 +14,7 @@ from dsv4dist.errors import UnsupportedError, one_error
 from dsv4dist.kernels._triton.compile_spec import ARCHS, POINTER_OF, CompileSpec, spec
 from dsv4dist.kernels._triton.decode_kernels import sparse_decode_partial_kernel, sparse_decode_reduce_kernel
 from dsv4dist.kernels._triton.decode_traits import DecodeTraits, Tile, traits_for, traits_of
+from dsv4dist.kernels._triton.early_launch import early_launch
 from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
 from dsv4dist.kernels.segments import Segment
 from dsv4dist.kernels.split_plan import plan_splits
@@ -23,6 +24,8 @@ ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
 IN_PLACE_QUERIES, IN_PLACE_HEADS = 128, 16
 """From so many queries on, and for so few heads, Hopper runs the kernel without splits in which keys stay in registers."""
+KEY_TILE = 64
+"""Keys by which the work of a call is counted where its shape is chosen."""
 _FORMATS = {Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}  # as in tiles.py; 3 = rows, 0 = no segment
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -73,7 +76,8 @@ def sparse_attention(
     traits = traits_of(q.device)
     sources = (_source(main, traits), _absent(q) if extra is None else _source(extra, traits))
     dtype, exact = _compute_types([main] if extra is None else [main, extra], traits)
-    tile = traits.tile(num_heads, dtype, all(_gluon_ready(source) for source in sources))
+    capacities = [source.indices.numel() if source.code else 0 for source in sources]
+    tile = traits.tile(num_heads, dtype, all(_gluon_ready(source) for source in sources), _key_tiles(capacities))
     if num_splits is None and _in_place(tile, num_queries, num_heads):
         from dsv4dist.kernels._triton.hopper_prefill import launch_in_place
 
@@ -81,12 +85,15 @@ def sparse_attention(
             launch_in_place(q, *sources, sink, scale * LOG2_E, positions, cos_sin, out)
         return out
     if num_splits is None:
-        capacities = [source.indices.numel() if source.code else 0 for source in sources]
         blocks = triton.cdiv(num_heads, tile.heads)
         num_splits = plan_splits(num_queries, blocks, *capacities, traits.num_units, tile.splits)
     rotate = positions is not None
     _launch(q, sources, sink, scale, positions, cos_sin, out, num_splits, tile, dtype, exact, rotate)
     return out
+
+
+def _key_tiles(capacities: list[int]) -> int:
+    return sum(triton.cdiv(capacity, KEY_TILE) for capacity in capacities)
 
 
 def _in_place(tile: Tile, num_queries: int, num_heads: int) -> bool:
@@ -98,7 +105,8 @@ def planned_splits(
 ) -> int:
     """The split count of a call on two fp8 caches in the device's own encoding, whose lists have these capacities."""
     traits = traits_of(device)
-    tile = traits.tile(num_heads, tl.float32 if traits.only_fp32 else tl.float16, True)
+    dtype, key_tiles = tl.float32 if traits.only_fp32 else tl.float16, _key_tiles([main_capacity, extra_capacity])
+    tile = traits.tile(num_heads, dtype, True, key_tiles)
     if _in_place(tile, num_queries, num_heads):
         return 1
     blocks = triton.cdiv(num_heads, tile.heads)
@@ -141,7 +149,7 @@ def _launch(
                 main.stride // 16, there.stride // 16, main.block_size.bit_length() - 1,
                 there.block_size.bit_length() - 1, main.slots, there.slots, num_heads, num_splits, scale * LOG2_E,
                 EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
-                HEADS=tile.heads, WARPS=tile.warps, num_warps=tile.warps,
+                HEADS=tile.heads, WARPS=tile.warps, num_warps=tile.warps, **early_launch(q.device),
             )  # fmt: skip
         elif tile.cdna:
             from dsv4dist.kernels._triton.cdna_decode import sparse_decode_partial_cdna_kernel
@@ -163,12 +171,13 @@ def _launch(
             MAIN=main.code, MAIN_BLOCK=main.block_size, MAIN_NATIVE=main.native,
             EXTRA=extra.code, EXTRA_BLOCK=extra.block_size, EXTRA_NATIVE=extra.native,
             DTYPE=dtype, EXACT=exact, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
-            BLOCK_H=tile.heads, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            BLOCK_H=tile.heads, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
         )  # fmt: skip
         if not finish:
             sparse_decode_reduce_kernel[(num_queries * num_heads,)](
                 top, total, acc, sink_or_q, where, table, out, out.stride(0), out.stride(1), num_heads, num_splits,
                 SPLITS=triton.next_power_of_2(num_splits), HAS_SINK=sink is not None, ROTATE=rotate, num_warps=4,
+                **early_launch(q.device),
             )  # fmt: skip
 
 
@@ -299,7 +308,7 @@ def compile_specs() -> list[CompileSpec]:
                 if block_size:
                     extra = _source(segments[1], traits)
                 for heads in (8, 16, 32, 64, 128):
-                    tile = traits.tile(heads, dtype, _gluon_ready(main) and _gluon_ready(extra))
+                    tile = traits.tile(heads, dtype, _gluon_ready(main) and _gluon_ready(extra), key_tiles=1 << 20)
                     name = f"sparse_decode {kind} {'fp8' if fp8_format else 'bf16'} {tile.heads}x{tile.keys}"
                     for finish in (False, True):
                         one = _partial_spec(name, (main, extra), dtype, exact, tile, finish, arch)

@@ -11,6 +11,7 @@ import triton.language as tl
 from dsv4dist.errors import ShapeError
 from dsv4dist.kernels._triton.checks import check_integers, check_table
 from dsv4dist.kernels._triton.compile_spec import CompileSpec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import lookup_slots
 from dsv4dist.kernels.block_table import BlockTable
 from dsv4dist.kernels.step_rows import CompressedRows, CompressedTables, StepRows
@@ -68,6 +69,7 @@ def _step_rows_kernel(
     ROWS: tl.constexpr, REQS: tl.constexpr, ROW_ARRAYS: tl.constexpr, KIND_ARRAYS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of every array. A kind of ratio 0 is absent. Positions fit int32."""
+    wait_for_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wanted = row < num_rows
     ended = tl.zeros((ROWS,), tl.int32)
@@ -147,7 +149,7 @@ def step_rows(
         _step_rows_kernel[(triton.cdiv(count, ROWS),)](
             token_ids, query_start_loc, seq_lens, *pointers, *[None] * num_absent, out, count, num_reqs, stride,
             *strides, *[0] * num_absent, WINDOW_SIZE=window.block_size, **kinds, ROWS=ROWS, REQS=REQS,
-            ROW_ARRAYS=_ROW_ARRAYS, KIND_ARRAYS=_KIND_ARRAYS, num_warps=4,
+            ROW_ARRAYS=_ROW_ARRAYS, KIND_ARRAYS=_KIND_ARRAYS, num_warps=4, **early_launch(token_ids.device),
         )  # fmt: skip
     arrays = list(out[:, :count])
     each_kind = range(_ROW_ARRAYS, num_arrays, _KIND_ARRAYS)

@@ -14,7 +14,8 @@ from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 NO_ENTRY = tl.constexpr(-(1 << 31))  # key of a column that is not there; below the key of -inf
 MIN_TILE = 64
 TILE = 4096
-MAX_TILE = 65536
+EAGER_PROGRAMS = 128  # so few programs wait for memory, rather than share its rate
+MAX_TILE = 32768  # counts and places of a tile fit 16 bits
 KEYS_PER_THREAD = 16
 
 
@@ -27,28 +28,78 @@ def order_key(bits):
 
 
 @triton.jit
-def kth_largest(key, k):
-    """The largest value that at least `k` of `key` reach, two bits a step from the top; NO_ENTRY if there is none.
+def split_by_four(x):
+    """Elements 0, 1, 2 and 3 of every four of `x` [4 N]: four tensors [N]. A thread that loaded widely has all four."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0] // 4, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
-    It may stop early at a lower value that exactly `k` keys reach: the same keys are chosen.
+
+@triton.jit
+def _steps_reached(order, found, shift):
+    """Which of found + 1, 2, ..., 7 << shift each of `order` reaches: the first is a 1 in the lowest nibble."""
+    last = found + (tl.full((), 0xFFFFFFFF, tl.uint32) >> (29 - shift))
+    steps = (tl.minimum(tl.maximum(order, found), last) - found) >> shift
+    return tl.full(order.shape, 0x01111111, tl.int32) >> (28 - steps.to(tl.int32) * 4)
+
+
+@triton.jit
+def kth_largest(key0, key1, key2, key3, k):
+    """(bound, above): the `k` largest of these keys are the `above` ones > bound, and k - above of those == bound.
+
+    With fewer than k keys above NO_ENTRY, bound is NO_ENTRY and above counts them all. Each step, three bits from the
+    top on, is one reduction of the whole block; a step ends the search if it finds a value that exactly k keys reach.
     """
-    found = tl.full((), 0, tl.uint32)  # the answer with its sign bit flipped, so that bits can be added from the top
-    shift = 30
-    while shift >= 0:
-        step = tl.full((), 1, tl.uint32) << shift
-        low = ((found + step) ^ 0x80000000).to(tl.int32, bitcast=True)
-        middle = ((found + step * 2) ^ 0x80000000).to(tl.int32, bitcast=True)
-        high = ((found + step * 3) ^ 0x80000000).to(tl.int32, bitcast=True)
-        # Both counts are at most the tile's width, so two fit one reduction.
-        outer = tl.sum((key >= low).to(tl.int64) + ((key >= high).to(tl.int64) << 32), 0)
-        at_low = (outer & 0x7FFFFFFF).to(tl.int32)
-        at_high = (outer >> 32).to(tl.int32)
-        at_middle = tl.sum((key >= middle).to(tl.int32), 0)
-        digit = (at_low >= k).to(tl.uint32) + (at_middle >= k).to(tl.uint32) + (at_high >= k).to(tl.uint32)
-        found += step * digit
-        done = (at_low == k) | (at_middle == k) | (at_high == k)
-        shift = tl.where(done, -1, shift - 2)
-    return (found ^ 0x80000000).to(tl.int32, bitcast=True)
+    order0, order1 = (key0 ^ NO_ENTRY).to(tl.uint32, bitcast=True), (key1 ^ NO_ENTRY).to(tl.uint32, bitcast=True)
+    order2, order3 = (key2 ^ NO_ENTRY).to(tl.uint32, bitcast=True), (key3 ^ NO_ENTRY).to(tl.uint32, bitcast=True)
+    found = tl.full((), 0, tl.uint32)
+    exact = tl.full((), 0, tl.uint32)
+    shift = tl.full((), 29, tl.uint32)
+    more = True
+    while more:
+        reached = _steps_reached(order0, found, shift) + _steps_reached(order1, found, shift)
+        reached += _steps_reached(order2, found, shift) + _steps_reached(order3, found, shift)
+        half, other_half = tl.split(tl.trans(tl.reshape(reached, (2, reached.shape[0] // 2))))
+        reached = half + other_half  # of 8 keys, as a nibble can count
+        # The counts of a tile take 16 bits, so two nibbles go to a word.
+        word0, word1 = reached & 0x000F000F, (reached >> 4) & 0x000F000F
+        word2, word3 = (reached >> 8) & 0x000F000F, (reached >> 12) & 0x000F000F
+        counts = tl.sum(tl.join(tl.join(word0, word1), tl.join(word2, word3)), 0)
+        # With k taken off and a bias added, the top bit of a half says whether k keys at least got there; or k + 1.
+        enough = ((counts + (0x8000 - k) * 0x10001) >> 15) & 0x00010001
+        too_many = ((counts + (0x7FFF - k) * 0x10001) >> 11) & 0x00100010
+        steps = tl.sum(tl.sum(enough + too_many, 1), 0)
+        steps = (steps + (steps >> 16)).to(tl.uint32)
+        exact = (steps & 15) - ((steps >> 4) & 15)
+        found += (steps & 15) << shift
+        more = (exact == 0) & (shift > 0)
+        shift = tl.where(shift > 3, shift - 3, 0)
+    above = tl.full((), 0, tl.int32) + k
+    if exact != 0:
+        found -= 1
+    else:
+        greater = (order0 > found).to(tl.int32) + (order1 > found).to(tl.int32)
+        greater += (order2 > found).to(tl.int32) + (order3 > found).to(tl.int32)
+        above = tl.sum(greater, 0)
+    return found.to(tl.int32, bitcast=True) ^ NO_ENTRY, above
+
+
+@triton.jit
+def _rank(key, bound):
+    """1 << 16 for keys above the bound and 1 for those that tie with it, so that one sum counts both."""
+    return tl.where(key > bound, 1 << 16, tl.where((key == bound) & (key != NO_ENTRY), 1, 0))
+
+
+@triton.jit
+def _store_chosen(out_entry_ptr, out_key_ptr, entry, key, rank, seen, spare, LAST: tl.constexpr):
+    """Store what is above the bound and the first `spare` that tie. `seen`: the sum of ranks up to one's own."""
+    ties = seen & 0xFFFF
+    chosen = (rank > 1) | ((rank == 1) & (ties <= spare))
+    place = (seen >> 16) + tl.minimum(ties, spare) - 1
+    tl.store(out_entry_ptr + place, entry, mask=chosen)
+    if not LAST:
+        tl.store(out_key_ptr + place, key, mask=chosen)
 
 
 @triton.jit
@@ -65,6 +116,7 @@ def _topk_kernel(
     stride_out_row,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
+    EAGER: tl.constexpr,
     TILE: tl.constexpr,
     K_PADDED: tl.constexpr,
 ):
@@ -72,6 +124,7 @@ def _topk_kernel(
 
     FIRST: columns are logits, read as bits, valid below the row's length, and a column is its own entry; otherwise they
     are the winners of earlier tiles. LAST: keys are not written. Columns below `readable` >= width exist in memory.
+    EAGER: all of them are read, before the row's length has arrived.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -80,37 +133,44 @@ def _topk_kernel(
     count = width
     if FIRST:
         count = tl.minimum(tl.load(lens_ptr + row).to(tl.int32), width)
-    out_row = row * stride_out_row + tile.to(tl.int64) * k
-    valid = column < count
+    row_key_ptr = key_ptr + row * stride_key_row
+    if EAGER:
+        key = tl.load(row_key_ptr + column, mask=column < readable, other=NO_ENTRY)
+    out_entry_ptr += row * stride_out_row + tile.to(tl.int64) * k
+    if not LAST:
+        out_key_ptr += row * stride_out_row + tile.to(tl.int64) * k
     total = tl.full((), 0, tl.int32)
-    if tile * TILE < count:  # a tile beyond the row's length has nothing to read
-        # Whole groups of 4 columns, so that loads are wide where rows are aligned: up to 3 undefined ones come along.
-        inside = column < tl.minimum(tl.cdiv(count, 4) * 4, readable)
-        key = tl.load(key_ptr + row * stride_key_row + column, mask=inside, other=NO_ENTRY)
+    if tile * TILE < count:  # a tile beyond the row's length has nothing to choose from
+        if not EAGER:
+            # Whole groups of 4 columns, so that loads are wide where rows are aligned: up to 3 undefined ones come along.
+            inside = column < tl.minimum(tl.cdiv(count, 4) * 4, readable)
+            key = tl.load(row_key_ptr + column, mask=inside, other=NO_ENTRY)
         if FIRST:
-            key = tl.where(valid, order_key(key), NO_ENTRY)
+            key = order_key(key)
             entry = column
         else:
-            entry = tl.load(entry_ptr + row * stride_key_row + column, mask=inside, other=-1)
-        bound = kth_largest(key, k)
-        above = key > bound
-        equal = (key == bound) & (key != NO_ENTRY)
-        total_above = tl.sum(above.to(tl.int32), 0)
-        # One scan counts both: the winners so far in the upper half, those that tie with the bound in the lower.
-        seen = tl.cumsum((above.to(tl.int64) << 32) + equal.to(tl.int64), 0)
-        ties = (seen & 0x7FFFFFFF).to(tl.int32)
-        spare = k - total_above
-        chosen = above | (equal & (ties <= spare))
-        place = (seen >> 32).to(tl.int32) + tl.minimum(ties, spare) - 1
-        total = tl.sum(chosen.to(tl.int32), 0)
-        tl.store(out_entry_ptr + out_row + place, entry, mask=chosen)
+            entry = tl.load(entry_ptr + row * stride_key_row + column, mask=column < readable, other=-1)
+        # Four parts, so that a thread can store one entry at a time from where it has loaded four.
+        key0, key1, key2, key3 = split_by_four(tl.where(column < count, key, NO_ENTRY))
+        entry0, entry1, entry2, entry3 = split_by_four(entry)
+        bound, above = kth_largest(key0, key1, key2, key3, k)
+        spare = k - above
+        total = tl.where(bound == NO_ENTRY, above, k)
+        rank0, rank1, rank2, rank3 = _rank(key0, bound), _rank(key1, bound), _rank(key2, bound), _rank(key3, bound)
+        ranks = rank0 + rank1 + rank2 + rank3
+        seen0 = tl.cumsum(ranks, 0) - ranks + rank0
+        seen1 = seen0 + rank1
+        seen2 = seen1 + rank2
+        _store_chosen(out_entry_ptr, out_key_ptr, entry0, key0, rank0, seen0, spare, LAST)
+        _store_chosen(out_entry_ptr, out_key_ptr, entry1, key1, rank1, seen1, spare, LAST)
+        _store_chosen(out_entry_ptr, out_key_ptr, entry2, key2, rank2, seen2, spare, LAST)
+        _store_chosen(out_entry_ptr, out_key_ptr, entry3, key3, rank3, seen2 + rank3, spare, LAST)
+    if total < k:
+        rest = tl.arange(0, K_PADDED)
+        unused = (rest >= total) & (rest < k)
+        tl.store(out_entry_ptr + rest, tl.full((K_PADDED,), -1, tl.int32), mask=unused)
         if not LAST:
-            tl.store(out_key_ptr + out_row + place, key, mask=chosen)
-    rest = tl.arange(0, K_PADDED)
-    unused = (rest >= total) & (rest < k)
-    tl.store(out_entry_ptr + out_row + rest, tl.full((K_PADDED,), -1, tl.int32), mask=unused)
-    if not LAST:
-        tl.store(out_key_ptr + out_row + rest, tl.full((K_PADDED,), NO_ENTRY, tl.int32), mask=unused)
+            tl.store(out_key_ptr + rest, tl.full((K_PADDED,), NO_ENTRY, tl.int32), mask=unused)
 
 
 def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int, *, tile: int = 0) -> torch.Tensor:
@@ -146,6 +206,7 @@ def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int, *, tile: int 
             out_entry.stride(0),
             FIRST=level == 0,
             LAST=last,
+            EAGER=level > 0 or rows * tiles <= EAGER_PROGRAMS,
             TILE=tile_width,
             K_PADDED=triton.next_power_of_2(k),
             num_warps=_warps(tile_width),
@@ -195,11 +256,13 @@ def compile_specs() -> list[CompileSpec]:
             first, last = level == 0, tiles == 1
             numbers = dict.fromkeys(("width", "readable", "k", "stride_key_row", "stride_out_row"), "i32")
             signature = {"key_ptr": "*i32", "lens_ptr": "*i64", "out_entry_ptr": "*i32", **numbers}
-            values = {"FIRST": first, "LAST": last, "TILE": tile, "K_PADDED": triton.next_power_of_2(k)}
             absent = {"entry_ptr": first, "out_key_ptr": last}
             signature |= {name: "*i32" for name, missing in absent.items() if not missing}
-            values |= {name: None for name, missing in absent.items() if missing}
-            name = f"topk {k} of {tile}" + (" first" if first else "") + (" last" if last else "")
-            specs[name] = spec(_topk_kernel, name, signature, constexprs=values, num_warps=_warps(tile),
-                               aligned=("readable", "k") if first else ("width", "readable", "k"))  # fmt: skip
+            nothing = {name: None for name, missing in absent.items() if missing}
+            for eager in (True, False) if first else (True,):
+                values = {"FIRST": first, "LAST": last, "EAGER": eager, "TILE": tile, **nothing}
+                name = f"topk {k} of {tile}" + " first" * first + " last" * last + " eager" * eager
+                specs[name] = spec(_topk_kernel, name, signature,
+                                   constexprs={**values, "K_PADDED": triton.next_power_of_2(k)}, num_warps=_warps(tile),
+                                   aligned=("readable", "k") if first else ("width", "readable", "k"))  # fmt: skip
     return list(specs.values())
