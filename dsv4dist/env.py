@@ -70,3 +70,11 @@ def set_collective_interface(name: str) -> None:
     """Bind gloo, NCCL and RCCL to one network interface, unless the user chose one."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)
+
+
+def keep_fp_fusion() -> None:
+    """Have Triton go on fusing multiplications with additions, as it always has, unless the user has chosen.
+
+    It will change its default, and until then warns wherever nobody has chosen. Before triton is imported.
+    """
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

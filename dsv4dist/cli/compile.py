@@ -56,4 +56,5 @@ def command(
             stream.flush()
     if bad:
         raise WorkerError(f"{bad} of {total} compiled kernels cannot be used as they are; see their rows")
-    print(f"{total} compiled, all within limits; {spilling} spill and may, see their rows", file=sys.stderr)
+    spills = f"; {spilling} spill and may, see their rows" if spilling else ""
+    print(f"{total} compiled, all within limits{spills}", file=sys.stderr)

@@ -27,6 +27,7 @@ class Ops:
     sparse_attention: Callable[..., Any]
     grouped_matmul: Callable[..., Any]
     fp8_weight_linear: Callable[..., Any]
+    product_in_fp32: Callable[..., Any]
 
 
 def reference_ops() -> Ops:
@@ -41,6 +42,7 @@ def reference_ops() -> Ops:
         q_rope_kv_insert,
         sparse_attention,
         step_rows,
+        vector,
     )
 
     return Ops(
@@ -58,6 +60,7 @@ def reference_ops() -> Ops:
         sparse_attention=sparse_attention.sparse_attention,
         grouped_matmul=grouped_matmul.grouped_matmul,
         fp8_weight_linear=fp8_linear.fp8_weight_linear,
+        product_in_fp32=vector.product_in_fp32,
     )
 
 
@@ -75,6 +78,7 @@ def triton_ops() -> Ops:
             q_rope_kv_insert,
             sparse_decode,
             step_rows,
+            vector,
         )
     except ImportError as error:
         raise UnsupportedError(
@@ -96,6 +100,7 @@ def triton_ops() -> Ops:
         sparse_attention=sparse_decode.sparse_attention,
         grouped_matmul=grouped_matmul.grouped_matmul,
         fp8_weight_linear=fp8_linear.fp8_weight_linear,
+        product_in_fp32=vector.product_in_fp32,
     )
 
 

@@ -14,7 +14,7 @@ from dsv4dist.kernels.ops import Ops
 from dsv4dist.kernels.segments import Segment
 from dsv4dist.layers.compressor import Compressor
 from dsv4dist.layers.indexer import Indexer
-from dsv4dist.layers.linear import Linear, product_in_fp32
+from dsv4dist.layers.linear import Linear
 from dsv4dist.layers.overlap import Overlap
 from dsv4dist.layers.weights import below
 from dsv4dist.step.metadata import StepMetadata
@@ -113,13 +113,13 @@ class Attention:
         shared: Sequence[torch.Tensor] | None = None
         if self.projections and not self.overlap.is_open:
             sizes = [len(part) for part in self.projections]
-            shared = product_in_fp32(x, self.fused_projections).split(sizes, dim=1)
+            shared = self.ops.product_in_fp32(x, self.fused_projections).split(sizes, dim=1)
 
         def chain(which: int, compressor: Compressor) -> torch.Tensor:
             state, entries = stores[which]
             assert state is not None, "a compressed layer has a state cache"
             assert entries is not None, "a compressed layer has an entry cache"
-            projected = product_in_fp32(x, self.projections[which]) if shared is None else shared[which]
+            projected = self.ops.product_in_fp32(x, self.projections[which]) if shared is None else shared[which]
             compressor(projected[:, : compressor.width], step, step.compressed[self.kind], state, entries)
             return projected[:, compressor.width :]
 

@@ -135,6 +135,7 @@ def projection_calls(fp8_format: Fp8Format, x: torch.Tensor) -> Iterator[Call]:
                (x, weight, torch.rand(2, 32) + 0.5), options={"fp8_format": fp8_format})  # fmt: skip
     yield Call("fp8_weight_linear, 4096 to 256", "fp8_linear.fp8_weight_linear",
                (x[:, None], weight[None], torch.rand(1, 2, 32) + 0.5, fp8_format))  # fmt: skip
+    yield Call("product_in_fp32, 4096 to 256, bf16", "vector.product_in_fp32", (x, torch.randn(256, 4096).bfloat16()))
     grouped = torch.randn(1, 2, 1024).bfloat16()
     yield Call("grouped_wo_a, 2 x 1024 to 256, bf16", "grouped_wo_a.grouped_wo_a",
                (grouped, torch.randn(2, 256, 1024).bfloat16()))  # fmt: skip

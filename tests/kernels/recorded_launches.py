@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from dsv4dist.arch import traits_by_name
-from dsv4dist.kernels._triton import fp8_linear, grouped_wo_a, indexer_logits, sparse_decode, topk
+from dsv4dist.kernels._triton import fp8_linear, grouped_wo_a, indexer_logits, sparse_decode, topk, vector
 from dsv4dist.kernels._triton.compile_spec import CompileSpec
 from dsv4dist.kernels._triton.decode_traits import traits_for
 from dsv4dist.kernels.block_table import BlockTable
@@ -65,6 +65,9 @@ def launch_everything(fp8_format: Fp8Format) -> None:
         grouped = of(bf16, rows, 1, 4096)
         grouped_wo_a.grouped_wo_a(grouped, of(fp8, 1, 1024, 4096), of(byte, 1, 8, 32), fp8_format=fp8_format)
         grouped_wo_a.grouped_wo_a(grouped, of(bf16, 1, 1024, 4096))
+
+    for columns in (512, 2048):
+        vector.product_in_fp32(of(bf16, 1, 4096), of(bf16, columns, 4096))
 
     def cache(size: int, page_bytes: int, width: int, kind: CacheFormat | None) -> PagedCache:
         if kind is None:

@@ -22,8 +22,8 @@ from dsv4dist.kernels._triton.block_matmul import (
 from dsv4dist.kernels._triton.checks import FLOATS, check_rows
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
 from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
-from dsv4dist.kernels._triton.fp8_vector import fp8_vector
 from dsv4dist.kernels._triton.quantise import decode_scale, encode_e4m3, magnitude
+from dsv4dist.kernels._triton.vector import vector_product
 from dsv4dist.kernels.fp8 import decode_scale_byte
 from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
@@ -209,7 +209,7 @@ def fp8_weight_linear(
             out[:, group] = fp8_linear(x[:, group], weight[group], weight_scale[group], **quantised)
         return out
     if len(x) == 1 and weight_scale.dtype == torch.float32:
-        fp8_vector(x[0], weight, weight_scale, out[0], fp8_format)
+        vector_product(x[0], weight, weight_scale, out[0], fp8_format)
         return out
     arch = arch_traits(x.device)
     if arch.name == "sm90" and fp8_format is Fp8Format.OCP and hopper_linear.takes(x, weight, weight_scale):
