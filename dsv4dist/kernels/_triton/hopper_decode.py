@@ -120,8 +120,8 @@ def load_rows(pages, slot, present, is_main, bytes_smem, ROW: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.constexpr):
-    """Write a tile to shared memory [8, 64, 32] as pairs of 16-bit numbers, scaled; bf16 without NaN if SCRUB."""
+def store_tile(bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.constexpr, WARPS: gl.constexpr):
+    """Write a tile to shared memory as pairs of 16-bit numbers [64, 32] a group, scaled; bf16 without NaN if SCRUB."""
     for g in gl.static_range(7):
         raw = bytes_smem.index(g).load(ROW)
         byte = (word >> (8 * g)).to(gl.int32)
@@ -138,10 +138,10 @@ def store_tile(bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.c
                 _FP8_TO_FP16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
         pairs = gl.reshape(gl.join(low, high), (KEYS, 32))
-        tile_smem.index(g).store(pairs)
+        group_of(tile_smem, g, WARPS).store(pairs)
     convert: gl.constexpr = _BF16_SCRUB if SCRUB else _BF16_TO_FP16
     pairs = gl.inline_asm_elementwise(convert, "=r,r", [rope], dtype=gl.int32, is_pure=True, pack=1)
-    tile_smem.index(7).store(pairs)
+    group_of(tile_smem, 7, WARPS).store(pairs)
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def attend(
     q_tile_ptr = q_row_ptr + head.to(gl.int64)[:, None] * stride_head + channel[None, :]
     for g in gl.static_range(8):
         q = gl.load(q_tile_ptr + g * 64, mask=(head < heads_left)[:, None], other=0.0)
-        view(q_smem.index(g), DTYPE, HEADS, 64).store(q.to(DTYPE))
+        view(q_smem[g], DTYPE, HEADS, 64).store(q.to(DTYPE))
     top = gl.full((HEADS,), float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
     total = gl.zeros((KEYS, HEADS), gl.float32, SCORES)
     acc = ()
@@ -180,7 +180,7 @@ def attend(
     for tile in range(begin, end):
         async_copy.wait_group(0)
         barrier()
-        store_tile(bytes_smem, rope, word, tile_smem, ROW, SCRUB)
+        store_tile(bytes_smem, rope, word, tile_smem, ROW, SCRUB, WARPS)
         seen = within_cache(lists, shown, tile)
         fence_async_shared()
         barrier()
@@ -192,7 +192,7 @@ def attend(
         scores = gl.zeros((KEYS, HEADS), gl.float32, SCORES)
         for g in gl.static_range(8):
             scores = warpgroup_mma(
-                view(tile_smem.index(g), DTYPE, KEYS, 64), view(q_smem.index(g), DTYPE, HEADS, 64).permute((1, 0)),
+                view(group_of(tile_smem, g, WARPS), DTYPE, KEYS, 64), view(q_smem[g], DTYPE, HEADS, 64).permute((1, 0)),
                 scores, use_acc=g > 0, is_async=True,
             )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -220,16 +220,22 @@ def attend(
 
 
 @gluon.jit
+def group_of(tile_smem, g: gl.constexpr, WARPS: gl.constexpr):
+    """Group g of 64 channels of the tile, pairs [64, 32]; an allocation has as many as `channels_of` takes at once."""
+    return tile_smem[g * 4 // WARPS].index(g % (WARPS // 4))
+
+
+@gluon.jit
 def channels_of(tile_smem, part: gl.constexpr, DTYPE: gl.constexpr, WARPS: gl.constexpr):
     """Part `part` of the tile as [16 * WARPS channels, 64 keys]."""
     if WARPS == 4:
-        return view(tile_smem.index(part), DTYPE, KEYS, 64).permute((1, 0))
+        return view(tile_smem[part].index(0), DTYPE, KEYS, 64).permute((1, 0))
     else:
         if _REINTERPRETS:
-            pairs = tile_smem.reinterpret(DTYPE, [4, KEYS, 128], PANEL16)
+            pairs = tile_smem[part].reinterpret(DTYPE, [KEYS, 128], PANEL16)
         else:
-            pairs = tile_smem._reinterpret(DTYPE, [4, KEYS, 128], PANEL16)
-        return pairs.index(part).permute((1, 0))
+            pairs = tile_smem[part]._reinterpret(DTYPE, [KEYS, 128], PANEL16)
+        return pairs.permute((1, 0))
 
 
 @gluon.jit(do_not_specialize=("main_shift", "extra_shift", "main_slots", "extra_slots", "num_heads", "num_splits"))
@@ -303,9 +309,14 @@ def sparse_decode_hopper_kernel(
             indices_ptr, main_begin, main_end, main_tiles, main_slots, indices_delta, extra_begin, extra_end, extra_slots,
         )  # fmt: skip
         pages = (data_ptr, main_stride, main_shift, pages_delta, extra_stride, extra_shift)
-        q_smem = gl.allocate_shared_memory(gl.float16, [8, HEADS, 64], PANEL16)
+        # Several allocations: the compiler then sees that stores to two of them need no barrier between them.
+        q_smem = ()
+        for _ in gl.static_range(8):
+            q_smem = q_smem + (gl.allocate_shared_memory(gl.float16, [HEADS, 64], PANEL16),)
+        tile_smem = ()
+        for _ in gl.static_range(PARTS):
+            tile_smem = tile_smem + (gl.allocate_shared_memory(gl.int32, [WARPS // 4, KEYS, 32], PANEL32),)
         bytes_smem = gl.allocate_shared_memory(gl.int32, [7, KEYS, 16], BYTES)
-        tile_smem = gl.allocate_shared_memory(gl.int32, [8, KEYS, 32], PANEL32)
         weight_smem = gl.allocate_shared_memory(gl.float16, [HEADS, KEYS], PANEL16)
         q_row_ptr = q_ptr + query * stride_q + first_head * stride_head
         top, total, acc = attend(
@@ -345,10 +356,16 @@ def sparse_decode_hopper_kernel(
         else:
             gl.store(top_ptr + head_at, top, mask=lane < heads_left)
             gl.store(total_ptr + head_at, total, mask=lane < heads_left)
-            line = (row * num_heads + first_head + out_head) * 512
-            for g in gl.static_range(PARTS):
-                value = gl.convert_layout(gl.permute(acc[g], (1, 0)), OUT)
-                gl.store(acc_ptr + line[:, None] + (channel + g * CHANNELS)[None, :], value, mask=wanted)
+            if HEADS <= 16:  # straight from registers: 8 adjacent channels a head, and nobody waits for anybody
+                own_channel = gl.arange(0, CHANNELS, gl.SliceLayout(1, VALUES))
+                to_ptr = acc_ptr + (head_at * 512)[None, :] + own_channel[:, None]
+                for g in gl.static_range(PARTS):
+                    gl.store(to_ptr + g * CHANNELS, acc[g], mask=(lane < heads_left)[None, :])
+            else:
+                line = (row * num_heads + first_head + out_head) * 512
+                for g in gl.static_range(PARTS):
+                    value = gl.convert_layout(gl.permute(acc[g], (1, 0)), OUT)
+                    gl.store(acc_ptr + line[:, None] + (channel + g * CHANNELS)[None, :], value, mask=wanted)
 
 
 @gluon.jit
