@@ -78,14 +78,19 @@ _TILES = {
 }
 
 
-# Shared memory holds two programs of up to 16 heads, which then take 1.4 times as long each, or one of 64. Fitted to the
+# Shared memory holds two programs of up to 16 heads, which then take 1.4 times as long each, or one of more. Fitted to the
 # best counts of sweeps on an H200 (docs/performance.md).
 _SHARED_UNIT: dict[str, float] = {"programs_per_unit": 2, "crowding": 0.4}
 _WHOLE_UNIT: dict[str, float] = {"programs_per_unit": 1}
 _FP8_TILES = {
     "sm90": tuple(
         replace(_tile(heads, 64, warps, **splits), warpgroup=True)
-        for heads, warps, splits in ((8, 4, _SHARED_UNIT), (16, 4, _SHARED_UNIT), (64, 8, _WHOLE_UNIT))
+        for heads, warps, splits in (
+            (8, 4, _SHARED_UNIT),
+            (16, 4, _SHARED_UNIT),
+            (32, 8, _WHOLE_UNIT),
+            (64, 8, _WHOLE_UNIT),
+        )
     ),
     # Vector registers and shared memory hold one program on gfx942, two on gfx950. Not fitted to any time.
     "gfx942": (replace(_tile(16, 64, 4, **_WHOLE_UNIT), cdna=3),),

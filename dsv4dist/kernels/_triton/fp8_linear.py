@@ -29,8 +29,10 @@ from dsv4dist.kernels.paged_cache import Fp8Format
 from dsv4dist.kernels.reference.norm_quantise import ACT_FLOOR, ACT_GROUP
 
 GROUPS_PER_PROGRAM = 8
-FEW_ROWS, FEW_ROWS_IN_GROUPS = 64, 512
+FEW_ROWS, FEW_ROWS_IN_GROUPS = 128, 512
 """Rows up to which a product takes as long as reading its weight; groups have a product each, or one launch for all."""
+MANY_COLUMNS = 2048
+"""With more columns half as many rows count as few: a library's tiles then fill the device."""
 _GROUP = tl.constexpr(ACT_GROUP)
 _INFINITY = tl.constexpr(0x7F800000)
 _BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
@@ -132,7 +134,7 @@ def fp8_linear(
     """
     _check(x, weight, weight_scale, x_scale, fp8_format, out_dtype)
     rows, columns = x.shape[0], weight.shape[0]
-    if x_scale is None and rows > FEW_ROWS and _library_has(weight, out_dtype):
+    if x_scale is None and rows > _few_rows(weight) and _library_has(weight, out_dtype):
         return _library_product(x, weight, weight_scale, fp8_format, out_dtype)
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     if rows == 0 or columns == 0:
@@ -148,6 +150,10 @@ def fp8_linear(
         num_splits,
     )
     return out
+
+
+def _few_rows(weight: torch.Tensor) -> int:
+    return FEW_ROWS if weight.shape[0] <= MANY_COLUMNS else FEW_ROWS // 2
 
 
 def _library_has(weight: torch.Tensor, out_dtype: torch.dtype) -> bool:
@@ -188,9 +194,9 @@ def fp8_weight_linear(
         x             [T, g, K] float, any strides but unit in K
         weight        [g, N, K] of the encoding, unit stride in K; weight_scale [g, ceil(N / 128), ceil(K / 128)] fp32 or
                       e8m0; it multiplies
-    Returns [T, g, N] in x's dtype. Few rows (see FEW_ROWS) are multiplied in x's type: nothing is gained by rounding x to
-    fp8 (spec 6.2) while reading the weight is what takes the time. More rows of a 16-bit x are quantised, as by
-    `fp8_linear`.
+    Returns [T, g, N] in x's dtype. Few rows (see FEW_ROWS, MANY_COLUMNS) are multiplied in x's type: nothing is gained by
+    rounding x to fp8 (spec 6.2) while reading the weight is what takes the time. More rows of a 16-bit x are quantised,
+    as by `fp8_linear`.
     Capture: launches depend on sizes only.  Raises: ShapeError.
     """
     check_rows("x", x, (None, weight.shape[0], weight.shape[2]))
@@ -199,7 +205,7 @@ def fp8_weight_linear(
     if len(weight_scale) != len(weight):
         raise ShapeError("weight_scale", f"{len(weight)} groups", len(weight_scale))
     quantised = {"fp8_format": fp8_format, "out_dtype": x.dtype}
-    if len(weight) == 1 and x.shape[0] > FEW_ROWS and x.dtype.itemsize == 2:
+    if len(weight) == 1 and x.shape[0] > _few_rows(weight[0]) and x.dtype.itemsize == 2:
         return fp8_linear(x[:, 0], weight[0], weight_scale[0], **quantised).unsqueeze(1)
     out = torch.empty((x.shape[0], *weight.shape[:2]), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -254,7 +260,7 @@ def compile_specs() -> list[CompileSpec]:
         *quantiser_specs("quantise_tokens", power=False),
         *matmul_specs("fp8_linear", 1, 4096, 8192, FP32_SCALE, FP32_SCALE),
         *matmul_specs("fp8_linear decoding", 1, 4096, 8192, FP32_SCALE, FP32_SCALE, decoded=True),
-        *matmul_specs("fp8_weight_linear", 1, 4096, 8192, UNSCALED, FP32_SCALE, row_counts=(2, FEW_ROWS)),
+        *matmul_specs("fp8_weight_linear", 1, 4096, 8192, UNSCALED, FP32_SCALE, row_counts=(2, FEW_ROWS // 2, FEW_ROWS)),
     ]
 
 

@@ -184,7 +184,8 @@ def hopper_linear_kernel(
 MAX_ROWS = 32
 """For more rows than this the portable product is as fast, and a library's that quantises them is faster."""
 MAX_SPLITS, STAGES = 16, 2
-MANY_WEIGHTS = 1 << 23  # from here on wider tiles are worth it, which read x less often
+FEW_ROWS, MANY_WEIGHTS = 16, 1 << 24
+"""More rows than the first pay for weights of at least the second alone, with wider tiles, which read x less often."""
 _MAX_TILES, _MAX_STREAMS = 1024, 128  # of one split product; whose split products may be under way at once
 _counters: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
 
@@ -194,7 +195,8 @@ def takes(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> 
     whole = weight.shape[2] % BLOCK.value == 0 and weight.stride(1) % 16 == 0 and weight.stride(0) % 16 == 0
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
     scaled = weight_scale.dtype == torch.float32 and weight_scale.stride(2) == 1
-    return whole and aligned and scaled and x.dtype in (torch.bfloat16, torch.float16) and 0 < len(x) <= MAX_ROWS
+    rows = MAX_ROWS if weight.numel() >= MANY_WEIGHTS else FEW_ROWS
+    return whole and aligned and scaled and x.dtype in (torch.bfloat16, torch.float16) and 0 < len(x) <= rows
 
 
 def hopper_linear(
@@ -215,7 +217,7 @@ def hopper_linear(
     rows, groups, channels = x.shape
     columns, blocks = weight.shape[1], channels // BLOCK.value
     padded = max(8, triton.next_power_of_2(rows))
-    warps = warps_for(padded, weight.numel())
+    warps = _warps(padded)
     tiles = triton.cdiv(columns, 16 * warps)
     splits = num_splits or plan_splits(tiles * groups, blocks, padded, compute_units)
     counters = _zeros_of_stream(x.device) if splits > 1 and tiles * groups <= _MAX_TILES else None
@@ -234,19 +236,17 @@ def hopper_linear(
     )  # fmt: skip
 
 
-def warps_for(padded: int, weights: int) -> int:
+def _warps(padded: int) -> int:
     """Warps of a program, each of which has 16 columns."""
-    return 8 if padded > 16 and weights >= MANY_WEIGHTS else 4
+    return 4 if padded <= FEW_ROWS else 8
 
 
 def plan_splits(tiles: int, blocks: int, padded: int, compute_units: int) -> int:
     """Shares of the channels: so many that programs fill the device, of at least two blocks each.
 
-    Up to 16 rows four programs share a multiprocessor; with more, summing parts costs more than it gains.
+    Four programs of few rows share a multiprocessor, or two of more.
     """
-    if tiles >= compute_units:
-        return 1
-    programs = compute_units * (4 if padded <= 16 else 2)
+    programs = compute_units * (4 if padded <= FEW_ROWS else 2)
     return max(1, min(MAX_SPLITS, blocks // 2, programs // tiles))
 
 
@@ -276,8 +276,8 @@ def compile_specs() -> list[CompileSpec]:
             "x_group", "x_row", "group", "row", "scale_group", "scale_row", "out_group", "out_row")},
     }  # fmt: skip
     specs = []
-    for rows, weights in ((8, 0), (16, 0), (32, 0), (32, MANY_WEIGHTS)):
-        warps = warps_for(rows, weights)
+    for rows in (8, 16, 32):
+        warps = _warps(rows)
         for split in (False, True):
             absent = {} if split else dict.fromkeys(("part_ptr", "counter_ptr"))
             values = {"SPLIT": split, "ROWS": rows, "WARPS": warps, "STAGES": STAGES, **absent}

@@ -22,8 +22,8 @@ from dsv4dist.kernels.split_plan import plan_splits
 HEAD_DIM = 512
 ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
-IN_PLACE_QUERIES, IN_PLACE_HEADS = 128, 16
-"""From so many queries on, and for so few heads, Hopper runs the kernel without splits in which keys stay in registers."""
+IN_PLACE_QUERIES = {8: 1024, 16: 128}
+"""For up to so many heads, and from so many queries on, Hopper runs the kernel in which keys stay in registers."""
 KEY_TILE = 64
 """Keys by which the work of a call is counted where its shape is chosen."""
 _FORMATS = {Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}  # as in tiles.py; 3 = rows, 0 = no segment
@@ -97,7 +97,8 @@ def _key_tiles(capacities: list[int]) -> int:
 
 
 def _in_place(tile: Tile, num_queries: int, num_heads: int) -> bool:
-    return tile.warpgroup and num_queries >= IN_PLACE_QUERIES and num_heads <= IN_PLACE_HEADS
+    queries = next((queries for heads, queries in IN_PLACE_QUERIES.items() if num_heads <= heads), None)
+    return tile.warpgroup and queries is not None and num_queries >= queries
 
 
 def planned_splits(

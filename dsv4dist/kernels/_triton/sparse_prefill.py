@@ -20,6 +20,8 @@ from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 HEAD_DIM = 512
 ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
+FEW_HEADS = 16
+"""Of more heads Hopper runs the kernel with 64 of them a program."""
 _DIM = tl.constexpr(HEAD_DIM)
 _PAIRS = tl.constexpr(HEAD_DIM // 2)
 _ROTARY_PAIRS = tl.constexpr(ROTARY_DIM // 2)
@@ -132,6 +134,12 @@ def sparse_prefill(
         return out
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[rows.dtype]
     arch = arch_traits(q.device).name
+    aligned = rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+    if arch == "sm90" and dtype != tl.float32 and num_heads > FEW_HEADS and aligned:
+        from dsv4dist.kernels._triton.hopper_gathered import launch_gathered
+
+        launch_gathered(q, rows, indices, indptr, sink, scale * LOG2_E, positions, cos_sin, out)
+        return out
     if arch == "cpu":
         dtype = tl.float32  # the interpreter's bf16 product is wrong
     tile = _OTHER if dtype == tl.float32 else _TILES.get(arch, _OTHER)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from dsv4dist.errors import ShapeError
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 
 NO_ENTRY = tl.constexpr(-(1 << 31))  # key of a column that is not there; below the key of -inf
 MIN_TILE = 64
@@ -126,6 +127,7 @@ def _topk_kernel(
     are the winners of earlier tiles. LAST: keys are not written. Columns below `readable` >= width exist in memory.
     EAGER: all of them are read, before the row's length has arrived.
     """
+    wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     lane = tl.arange(0, TILE)
@@ -210,6 +212,7 @@ def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int, *, tile: int 
             TILE=tile_width,
             K_PADDED=triton.next_power_of_2(k),
             num_warps=_warps(tile_width),
+            **early_launch(logits.device),
         )
         entries, keys, width = out_entry, out_key, tiles * k
     return out
