@@ -148,6 +148,51 @@ def test_absent_state_or_entry_slots_store_nothing(impl: Implementation) -> None
 
 
 @pytest.mark.parametrize("impl", STORE)
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, 2), (128, 1)])
+def test_states_that_are_not_there_count_as_zeros(impl: Implementation, ratio: int, overlap: int) -> None:
+    case = Case(64, ratio, overlap, [2 * ratio], [1], impl.device)
+    gone = 1 if overlap == 2 else ratio + 8  # in the previous window, or early in the request's only one
+    size = case.table.block_size
+    case.table.blocks[0, gone // size] = -1
+    first = gone // size * size
+    case.kv[0][first : first + size], case.score[0][first : first + size] = 0.0, 0.0
+    cache = padded_rows(3, 2, 64, torch.float32, impl.device)
+    case.run(impl, cache)
+    ((token, slot),) = case.entries()
+    torch.testing.assert_close(cache.data.cpu().double()[slot // 2, slot % 2], case.entry(token), rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", STORE[1:])
+def test_arrivals_are_back_at_zero(impl: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry in parts relies on it, and so does the next call."""
+    counters = torch.zeros(8, dtype=torch.int32, device=impl.device)
+    asked = []
+    monkeypatch.setattr("dsv4dist.kernels._triton.compress.arrival_counters", lambda n, _: asked.append(n) or counters)
+    case = Case(512, 128, 1, [128, 129], [1, 2], impl.device)
+    cache = padded_rows(len(case.req) + 2, 2, 512, torch.float32, impl.device)
+    case.run(impl, cache)
+    assert asked == [3]
+    assert not counters.any()
+    assert (~cache.data.cpu().isnan()).any(-1).sum() == len(case.entries()) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", STORE[2:])
+def test_whoever_arrives_last_stores_the_same(impl: Implementation) -> None:
+    case = Case(512, 128, 1, [128 * n for n in range(1, 9)], [1] * 8, impl.device)
+    cache = padded_rows(len(case.req) * 2 + 2, 2, 512, torch.float32, impl.device)
+    case.run(impl, cache)
+    rows = cache.data.cpu().double()
+    for token, slot in case.entries():
+        torch.testing.assert_close(rows[slot // 2, slot % 2], case.entry(token), rtol=2e-5, atol=1e-5)
+    first = cache.data.clone()
+    for _ in range(300):
+        cache.data.fill_(float("nan"))
+        case.run(impl, cache)
+        assert torch.equal(cache.data.nan_to_num(99.0), first.nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("impl", STORE)
 def test_nothing_to_do(impl: Implementation) -> None:
     case = Case(32, 4, 2, [3], [0], impl.device)
     case.run(impl, padded_rows(2, 2, 32, torch.float32, impl.device))

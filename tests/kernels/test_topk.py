@@ -93,6 +93,13 @@ def test_several_passes_equal_one(implementation: Implementation) -> None:
     assert [tiles for _, tiles in triton_topk.plan_tiles(301, 32, 64)] == [5, 3, 2, 1]
 
 
+@pytest.mark.parametrize("implementation", TOPK[1:])
+def test_the_largest_tile(implementation: Implementation) -> None:
+    """Counts of a tile share words: one that all of 32,768 keys reach must leave its neighbour alone."""
+    k, width = triton_topk.MAX_TILE // 2, triton_topk.MAX_TILE
+    check(implementation, [[1.0] * width, random_row(width, 14), random_row(width, 15, levels=1)], k)
+
+
 @pytest.mark.parametrize("implementation", TOPK)
 @pytest.mark.parametrize("k", [0, 1, 100])
 def test_k_beside_the_width(implementation: Implementation, k: int) -> None:

@@ -21,6 +21,7 @@ from dsv4dist.kernels._triton.checks import (
     is_fnuz,
 )
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, archs_of, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import cast, load_rotation, lookup_slots, rotate_by, store_entry
 from dsv4dist.kernels.block_table import BlockTable
 from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
@@ -32,6 +33,7 @@ def _compress_state_kernel(
     num_slots, WIDTH: tl.constexpr, RATIO: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK of the 2 * WIDTH channels of one token."""
+    wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
@@ -46,32 +48,37 @@ def _compress_state_kernel(
 
 
 @triton.jit
-def _pool(
-    state_ptr, blocks_ptr, first_block_ptr, req, last, channel, inside, stride_block, stride_row, stride_req,
-    num_columns, num_slots, DIM: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_TAPS: tl.constexpr,
+def _load_states(
+    state_ptr, blocks_ptr, first_block_ptr, req, last, own, channel, stride_block, stride_row, stride_req, num_columns,
+    num_slots, DIM: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_TAPS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """fp32 pooled values of `channel` [C] for the entry that position `last` completes.
+    """(score, kv) fp32 [NUM_TAPS, C] of `channel` [C] for the entry that position `last`, with its state at `own`, completes.
 
     Taps before position 0 have no weight; a tap whose state is not there counts as a state of zeros.
     """
     tap = tl.arange(0, NUM_TAPS)
-    position = last - (OVERLAP * RATIO - 1) + tap
+    position = last.to(tl.int32) - (OVERLAP * RATIO - 1) + tap
     wanted = (position >= 0) & (tap < OVERLAP * RATIO)
     first = tl.load(first_block_ptr + req)
     slot = lookup_slots(blocks_ptr + req * stride_req, first, position, wanted, num_columns, BLOCK_SIZE)
-    there = wanted & (slot >= 0) & (slot < num_slots)
-    slot = tl.where(there, slot, 0)
+    slot = tl.where(slot < num_slots, slot, -1).to(tl.int32)[:, None]
+    # Every row is read, `own` in the place of those that are not there, and what was not asked for goes by arithmetic:
+    # a condition a row would have the rows wait for each other, since there are few predicates.
+    factor = tl.where(slot >= 0, 1.0, 0.0)
+    offset = tl.where(wanted, 0.0, float("-inf"))[:, None]
+    slot = tl.where(slot >= 0, slot, own).to(tl.uint32)  # a division without signs is a shift
     # With two windows pooled, the previous one's channels come first in a state, then its own.
-    side = (tap >= RATIO).to(tl.int64) * ((OVERLAP - 1) * DIM)
-    row_ptr = state_ptr + (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_row + side
-    tile_ptr = row_ptr[:, None] + channel[None, :]
-    mask = there[:, None] & inside[None, :]
-    kv = tl.load(tile_ptr, mask=mask, other=0.0).to(tl.float32)
-    score = tl.load(tile_ptr + OVERLAP * DIM, mask=mask, other=0.0).to(tl.float32)
-    score = tl.where(wanted[:, None], score, float("-inf"))
-    weight = tl.exp(score - tl.max(score, 0)[None, :])
-    return tl.sum(weight * kv, 0) / tl.sum(weight, 0)
+    side = ((tap >= RATIO).to(tl.int32) * ((OVERLAP - 1) * DIM))[:, None]
+    row_ptr = state_ptr + (slot // BLOCK_SIZE).to(tl.int64) * stride_block + (slot % BLOCK_SIZE) * stride_row + side
+    tile_ptr = row_ptr + channel[None, :]
+    if WHOLE:
+        score = tl.load(tile_ptr + OVERLAP * DIM)
+        kv = tl.load(tile_ptr)
+    else:
+        score = tl.load(tile_ptr + OVERLAP * DIM, mask=(channel < DIM)[None, :], other=0.0)
+        kv = tl.load(tile_ptr, mask=(channel < DIM)[None, :], other=0.0)
+    return score.to(tl.float32) * factor + offset, kv.to(tl.float32) * factor
 
 
 @triton.jit
@@ -98,6 +105,7 @@ def _compress_store_kernel(
 
     With PART < BLOCK, a token's last program to pool its part finishes the entry: nothing waits for anything.
     """
+    wait_for_previous()
     part = tl.program_id(1) * PART + tl.arange(0, PART)
     channel = tl.arange(0, BLOCK)
     member = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
@@ -115,13 +123,18 @@ def _compress_store_kernel(
         last = tl.sum(tl.where(mine, positions, 0), 0)
         req = tl.sum(tl.where(mine, reqs, 0), 0)
         slot = tl.sum(tl.where(mine, entry_slots, 0), 0)
+        own = tl.minimum(tl.sum(tl.where(mine, state_slots, 0), 0), num_state_slots - 1).to(tl.int32)
         first = last - (RATIO - 1) + tl.arange(0, 1)
+        score, kv = _load_states(
+            state_ptr, blocks_ptr, first_block_ptr, req, last, own, part, stride_state_block, stride_state_row,
+            stride_req, num_columns, num_state_slots, DIM, RATIO, OVERLAP, STATE_BLOCK_SIZE, NUM_TAPS,
+            WHOLE=DIM % PART == 0,
+        )  # fmt: skip
+        # What finishing takes arrives along with the states.
         weight = tl.load(norm_weight_ptr + channel, mask=channel < DIM, other=0.0).to(tl.float32)
         cos, sin = load_rotation(cos_sin_ptr, first, stride_table, num_positions, ROTARY, DIM, BLOCK)
-        pooled = _pool(
-            state_ptr, blocks_ptr, first_block_ptr, req, last, part, part < DIM, stride_state_block, stride_state_row,
-            stride_req, num_columns, num_state_slots, DIM, RATIO, OVERLAP, STATE_BLOCK_SIZE, NUM_TAPS,
-        )  # fmt: skip
+        share = tl.exp(score - tl.max(score, 0)[None, :])
+        pooled = tl.sum(share * kv, 0) / tl.sum(share, 0)
         if PART == BLOCK:
             pooled = tl.where(channel < DIM, pooled, 0.0)
             _finish(
@@ -167,7 +180,7 @@ def compress_state(
     _compress_state_kernel[(count, triton.cdiv(2 * width, block))](
         kv_score, ape, positions, state.data, state_slots, kv_score.stride(0), ape.stride(0), *cache_strides(state),
         state.num_slots, WIDTH=width, RATIO=ratio, BLOCK_SIZE=state.block_size, BLOCK=block,
-        num_warps=4 if block == 1024 else 1,
+        num_warps=4 if block == 1024 else 1, **early_launch(kv_score.device),
     )  # fmt: skip
 
 
@@ -184,6 +197,11 @@ class _Shape:
         """128 states of 512 channels are 512 KB, too much for one program, so it takes a cache line of each."""
         block, taps = triton.next_power_of_2(dim), triton.next_power_of_2(taps)
         return cls(block, block if taps * block <= 8192 else min(block, max(32, 4096 // taps)), taps)
+
+    @property
+    def warps(self) -> int:
+        """Few enough values a thread that all of its loads are under way at once."""
+        return 8 if self.part * self.taps >= 4096 and self.part == self.block else 4
 
 
 def compress_store(
@@ -221,7 +239,7 @@ def compress_store(
     check_table("state_table", state_table)
     if overlap not in (1, 2):
         raise UnsupportedError(f"compress_store pools 1 or 2 windows, not {overlap}")
-    if count == 0:
+    if count == 0 or state.num_slots == 0:
         return
     shape = _Shape.of(dim, overlap * ratio)
     parts = triton.cdiv(dim, shape.part)
@@ -236,8 +254,8 @@ def compress_store(
         cos_sin.stride(0), *cache_strides(cache), count, state_table.blocks.shape[1], state.num_slots,
         cache.num_slots, cos_sin.shape[0], eps, DIM=dim, BLOCK=shape.block, PART=shape.part, RATIO=ratio,
         OVERLAP=overlap, NUM_TAPS=shape.taps, STATE_BLOCK_SIZE=state.block_size, ROTARY=cos_sin.shape[1],
-        FORMAT=CODE_OF[cache.format], BLOCK_SIZE=cache.block_size, FNUZ=is_fnuz(cache), CHUNK=chunk, num_warps=4,
-        enable_fp_fusion=False,
+        FORMAT=CODE_OF[cache.format], BLOCK_SIZE=cache.block_size, FNUZ=is_fnuz(cache), CHUNK=chunk,
+        num_warps=shape.warps, enable_fp_fusion=False, **early_launch(positions.device),
     )  # fmt: skip
 
 
@@ -296,5 +314,6 @@ def _store_spec(
     else:
         signature |= {"pooled_ptr": "*fp32", "arrivals_ptr": "*i32"}
     return spec(_compress_store_kernel, f"compress_store {name} {encoding.value} x{chunk}",
-                {**signature, "eps": "fp32"}, constexprs=values, unaligned=("stride_req",), large=("cache_ptr",),
-                options={"enable_fp_fusion": False}, archs=archs_of(encoding))  # fmt: skip
+                {**signature, "eps": "fp32"}, constexprs=values, num_warps=shape.warps,
+                unaligned=("stride_req",), large=("cache_ptr",), options={"enable_fp_fusion": False},
+                archs=archs_of(encoding))  # fmt: skip

@@ -260,7 +260,9 @@ def compile_specs() -> list[CompileSpec]:
         *quantiser_specs("quantise_tokens", power=False),
         *matmul_specs("fp8_linear", 1, 4096, 8192, FP32_SCALE, FP32_SCALE),
         *matmul_specs("fp8_linear decoding", 1, 4096, 8192, FP32_SCALE, FP32_SCALE, decoded=True),
-        *matmul_specs("fp8_weight_linear", 1, 4096, 8192, UNSCALED, FP32_SCALE, row_counts=(2, FEW_ROWS // 2, FEW_ROWS)),
+        *matmul_specs(
+            "fp8_weight_linear", 1, 4096, 8192, UNSCALED, FP32_SCALE, row_counts=(2, FEW_ROWS // 2, FEW_ROWS)
+        ),
     ]
 
 

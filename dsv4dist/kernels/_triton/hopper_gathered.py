@@ -1,7 +1,9 @@
-"""Prefill attention over gathered 16-bit rows on Hopper, in Gluon: one program a query and 64 of its heads (spec 4.4).
+"""Prefill attention over gathered 16-bit rows on Hopper, in Gluon: 64 heads of a query at a time (spec 4.4).
 
-Rows are copied asynchronously, one tile of 64 ahead, to where both products read them; the products of a tile's values
-and of the next tile's scores run one behind the other while the softmax between them waits for neither.
+Rows go from the L2 to shared memory as they are, one tile ahead, and both products read them there. Two warpgroups share
+a query: each scores half the keys of a tile and accumulates half the channels. While the values of a tile are still being
+accumulated the scores of the next begin, so the matrix units wait only for weights. Programs stay for many queries: the
+first rows of the next arrive while one is written out.
 """
 
 from __future__ import annotations
@@ -18,121 +20,269 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
-from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous_gluon
-from dsv4dist.kernels._triton.hopper_decode import KEYS, PANEL16, barrier, load_to_shared, rotate_back
+from dsv4dist.kernels._triton.decode_traits import traits_of
+from dsv4dist.kernels._triton.hopper_decode import KEYS, PANEL16, barrier, load_to_shared
 
-HEADS = gl.constexpr(64)  # the M of a warpgroup instruction
 DIM = gl.constexpr(512)
+HEADS = gl.constexpr(64)  # of one program: the M of a warpgroup instruction
 WARPS = gl.constexpr(8)
+
+ROW = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))  # 16 bytes a lane, a warp copies half a row
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+BY_HEAD = gl.constexpr(gl.SliceLayout(1, VALUES))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# [64 heads, 2 warpgroups]: both in the lanes that have the head in a product.
+BOTH = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0], [0, 1]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 0]], [], [64, 2]
+    )
+)
 
 
 @gluon.jit
-def listed_rows(indices_ptr, first, last, tile, layout: gl.constexpr):
-    """Rows [64] of a tile of the list, -1 behind its end."""
-    at = first + tile * KEYS + gl.arange(0, KEYS, layout)
-    return gl.load(indices_ptr + at, mask=at < last, other=-1)
+def list_bounds(indptr_ptr, item, num_items, head_blocks):
+    """Where the list of an item begins and ends; behind the last item an empty one."""
+    query = gl.minimum(item, num_items - 1) // head_blocks
+    first = gl.load(indptr_ptr + query)
+    last = gl.load(indptr_ptr + query + 1)
+    return first, gl.where(item < num_items, last, first)
 
 
 @gluon.jit
-def copy_rows(rows_ptr, row, num_rows, stride_row, smem):
-    """Start copying the rows [64] to smem [64, 512]; absent ones become 0."""
+def listed_rows(indices_ptr, at, last):
+    """The rows [64] listed from `at` on, -1 behind `last`."""
+    place = at + gl.arange(0, KEYS, gl.SliceLayout(1, ROW))
+    return gl.load(indices_ptr + place, mask=place < last, other=-1)
+
+
+@gluon.jit
+def start_tile(rows_ptr, stride_row, num_rows, row, tile_smem, bias_smem):
+    """Start copying rows [64] to tile_smem [64, 512]; absent ones become 0, and -inf in bias_smem [64]."""
     present = (row >= 0) & (row < num_rows)
-    channel = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
-    from_ptr = rows_ptr + row.to(gl.int64)[:, None] * stride_row + channel[None, :]
-    load_to_shared(smem, from_ptr, mask=present[:, None])
+    channel = gl.arange(0, DIM, gl.SliceLayout(0, ROW))
+    from_ptr = rows_ptr + (row.to(gl.int64) * stride_row)[:, None] + channel[None, :]
+    load_to_shared(tile_smem, from_ptr, mask=present[:, None])
+    async_copy.commit_group()
+    bias_smem.store(gl.where(present, 0.0, float("-inf")))
+
+
+@gluon.jit
+def start_query(q_ptr, item, num_items, head_blocks, num_heads, stride_q, stride_head, q_smem):
+    """Start copying the heads of an item to q_smem [64, 512]; those that are not there become 0."""
+    query = (item // head_blocks).to(gl.int64)
+    head = item % head_blocks * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, ROW))
+    channel = gl.arange(0, DIM, gl.SliceLayout(0, ROW))
+    wanted = (head < num_heads) & (item < num_items)
+    from_ptr = q_ptr + query * stride_q + (head.to(gl.int64) * stride_head)[:, None] + channel[None, :]
+    load_to_shared(q_smem, from_ptr, mask=wanted[:, None])
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=("num_rows", "num_heads"))
-def prefill_gathered_kernel(
-    q_ptr, rows_ptr, indices_ptr, indptr_ptr, sink_ptr, positions_ptr, cos_sin_ptr, out_ptr, stride_q, stride_head,
-    stride_row, stride_out, stride_out_head, num_rows, num_heads, scale_log2, HAS_SINK: gl.constexpr,
-    ROTATE: gl.constexpr,
-):  # fmt: skip
-    """One program: 64 heads of one query, online softmax in base 2 over the query's list."""
-    wait_for_previous_gluon()
-    DTYPE: gl.constexpr = rows_ptr.dtype.element_ty
-    head_blocks = gl.cdiv(num_heads, HEADS)
-    query = (gl.program_id(0) // head_blocks).to(gl.int64)
-    first_head = gl.program_id(0) % head_blocks * HEADS
-    first = gl.load(indptr_ptr + query)
-    last = gl.load(indptr_ptr + query + 1)
-    tiles = gl.cdiv(last - first, KEYS)
-    by_row: gl.constexpr = gl.SliceLayout(1, COPY)
-    by_key: gl.constexpr = gl.SliceLayout(0, SCORES)
-    by_head: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q_smem = gl.allocate_shared_memory(DTYPE, [HEADS, DIM], PANEL16)
-    even_smem = gl.allocate_shared_memory(DTYPE, [KEYS, DIM], PANEL16)
-    odd_smem = gl.allocate_shared_memory(DTYPE, [KEYS, DIM], PANEL16)
-    weight_smem = gl.allocate_shared_memory(DTYPE, [HEADS, KEYS], PANEL16)
-    copy_rows(rows_ptr, listed_rows(indices_ptr, first, last, 0, by_row), num_rows, stride_row, even_smem)
-    copy_rows(rows_ptr, listed_rows(indices_ptr, first, last, 1, by_row), num_rows, stride_row, odd_smem)
-    coming = listed_rows(indices_ptr, first, last, 2, by_row)
-    shown = listed_rows(indices_ptr, first, last, 0, by_key)
-    head = first_head + gl.arange(0, HEADS, by_row)
-    channel = gl.arange(0, DIM, gl.SliceLayout(0, COPY))
-    q_row_ptr = q_ptr + query * stride_q + head.to(gl.int64)[:, None] * stride_head
-    q = gl.load(q_row_ptr + channel[None, :], mask=(head < num_heads)[:, None], other=0.0)
-    q_smem.store(q.to(DTYPE))
-    top = gl.full((HEADS,), float("-inf"), gl.float32, by_head)
-    total = gl.zeros((HEADS, KEYS), gl.float32, SCORES)
-    nothing = gl.zeros((HEADS, KEYS), gl.float32, SCORES)
-    acc = gl.zeros((HEADS, DIM), gl.float32, VALUES)
-    async_copy.wait_group(1)
+@gluon.jit
+def finite(top):
+    return gl.where(top == float("-inf"), 0.0, top)
+
+
+@gluon.jit
+def both_halves(part, smem):
+    """What both warpgroups have of every head [64, 2], where `part` has been stored to smem by both."""
+    smem.store(part)
     fence_async_shared()
     barrier()
-    scores = warpgroup_mma(q_smem, even_smem.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    for pair in range(0, gl.cdiv(tiles, 2)):
-        for half in gl.static_range(2):
-            tile = pair * 2 + half
-            here = even_smem if half == 0 else odd_smem
-            there = odd_smem if half == 0 else even_smem
-            seen = (shown >= 0) & (shown < num_rows)
-            shown = listed_rows(indices_ptr, first, last, tile + 1, by_key)
-            scores = gl.where(seen[None, :], scores * scale_log2, float("-inf"))
-            new_top = gl.maximum(top, gl.max(scores, 1))
-            base = gl.where(new_top == float("-inf"), 0.0, new_top)
-            weight = gl.exp2(scores - base[:, None])
-            fade = gl.exp2(top - base)
-            total = total * fade[:, None] + weight
-            top = new_top
-            weight_smem.store(weight.to(DTYPE))
-            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, VALUES))[:, None]
-            async_copy.wait_group(0)
-            fence_async_shared()
-            barrier()
-            values = warpgroup_mma(weight_smem, here, acc, is_async=True)
-            scores = warpgroup_mma(q_smem, there.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[values])
-            barrier()  # behind it nobody reads this tile any more
-            copy_rows(rows_ptr, coming, num_rows, stride_row, here)
-            coming = listed_rows(indices_ptr, first, last, tile + 3, by_row)
-            scores = warpgroup_mma_wait(0, deps=[scores])
+    return smem.load(BOTH)
+
+
+@gluon.jit
+def start_scores(q_smem, keys):
+    """The scores [64 heads, 64 keys] of a tile, as a product under way."""
+    zeros = gl.zeros((HEADS, KEYS), gl.float32, SCORES)
+    return warpgroup_mma(q_smem, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def wait_for_tile():
+    """Wait until everybody's copies have arrived, and everybody has taken what they replaced."""
     async_copy.wait_group(0)
-    whole = gl.sum(total, 1)
-    fade = gl.full((HEADS,), 1.0, gl.float32, by_head)
-    lane = first_head + gl.arange(0, HEADS, by_head)
-    if HAS_SINK:
-        sink = gl.load(sink_ptr + lane, mask=lane < num_heads, other=float("-inf")) * 1.4426950408889634
-        highest = gl.maximum(top, sink)
-        base = gl.where(highest == float("-inf"), 0.0, highest)
-        fade = gl.exp2(top - base)
-        whole = whole * fade + gl.exp2(sink - base)
-    factor = gl.where(whole > 0.0, fade / gl.maximum(whole, 1e-30), 0.0)
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
-    if ROTATE:
-        acc = rotate_back(acc, cos_sin_ptr, gl.load(positions_ptr + query), HEADS, DIM, VALUES)
-    # Through shared memory, where the rows were: whole lines go out.
+    fence_async_shared()
     barrier()
-    even_smem.store(acc.to(DTYPE))
+
+
+@gluon.jit
+def half_maxima(scores):
+    """The maximum of every head over the keys of each warpgroup [64, 2]."""
+    return gl.max(gl.reshape(scores, (HEADS, 2, 32)), 2)
+
+
+@gluon.jit
+def sum_in_lanes(weight):
+    """[64, 64] -> [64, 2, 4]: one warpgroup's and one lane's share of the sum over keys each; nothing moves."""
+    return gl.sum(gl.sum(gl.reshape(weight, (HEADS, 2, 4, 4, 2)), 4), 2)
+
+
+@gluon.jit
+def catch_up(scores, top, total, top_smem):
+    """The maximum with a tile in it, the total relative to it, and by how much what came before fades."""
+    new_top = gl.convert_layout(gl.max(both_halves(half_maxima(scores), top_smem), 1), BY_HEAD)
+    new_top = gl.maximum(top, new_top)
+    fade = gl.exp2(finite(top) - finite(new_top))
+    return new_top, total * fade_like(fade, total), fade
+
+
+@gluon.jit
+def weights_of(scores, top):
+    return gl.exp2(scores - gl.convert_layout(finite(top), gl.SliceLayout(1, SCORES))[:, None])
+
+
+@gluon.jit
+def start_values(weight, keys, values, weight_smem):
+    """The weighted rows added to `values`, as a product under way."""
+    weight_smem.store(weight.to(keys.dtype))
+    fence_async_shared()
     barrier()
-    out = even_smem.load(COPY)
-    out_row_ptr = out_ptr + query * stride_out + head.to(gl.int64)[:, None] * stride_out_head
-    gl.store(out_row_ptr + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=(head < num_heads)[:, None])
+    return warpgroup_mma(weight_smem, keys, values, is_async=True)
+
+
+@gluon.jit(do_not_specialize=("num_rows", "num_queries", "num_heads"))
+def prefill_gathered_kernel(
+    q_ptr, rows_ptr, indices_ptr, indptr_ptr, sink_ptr, positions_ptr, cos_sin_ptr, out_ptr, stride_q, stride_head,
+    stride_row, stride_out, stride_out_head, num_rows, num_queries, num_heads, scale_log2,
+    HAS_SINK: gl.constexpr, ROTATE: gl.constexpr,
+):  # fmt: skip
+    """A program takes items pid, pid + programs, ...; an item is 64 heads of one query."""
+    DTYPE: gl.constexpr = rows_ptr.dtype.element_ty
+    head_blocks = gl.cdiv(num_heads, HEADS)
+    num_items = num_queries * head_blocks
+    programs = gl.num_programs(0)
+    q_smem = gl.allocate_shared_memory(DTYPE, [HEADS, DIM], PANEL16)
+    tile_smem = gl.allocate_shared_memory(DTYPE, [2, KEYS, DIM], PANEL16)
+    weight_smem = gl.allocate_shared_memory(DTYPE, [HEADS, KEYS], PANEL16)
+    bias_smem = gl.allocate_shared_memory(gl.float32, [KEYS], LINE)
+    top_smem = gl.allocate_shared_memory(gl.float32, [HEADS, 2], FLAT)
+    total_smem = gl.allocate_shared_memory(gl.float32, [HEADS, 2], FLAT)
+    by_key: gl.constexpr = gl.SliceLayout(0, SCORES)
+
+    start_query(q_ptr, gl.program_id(0), num_items, head_blocks, num_heads, stride_q, stride_head, q_smem)
+    ahead = first_ahead(indices_ptr, indptr_ptr, gl.program_id(0), programs, num_items, head_blocks)
+    start_tile(rows_ptr, stride_row, num_rows, ahead[4], tile_smem.index(0), bias_smem)
+    ahead = next_ahead(ahead, indices_ptr, indptr_ptr, programs, num_items, head_blocks)
+    stage = 0
+    for item in range(gl.program_id(0), num_items, programs):
+        first, last = list_bounds(indptr_ptr, item, num_items, head_blocks)
+        tiles = gl.maximum(gl.cdiv(last - first, KEYS), 1)
+        total = sum_in_lanes(gl.zeros((HEADS, KEYS), gl.float32, SCORES))
+        values = gl.zeros((HEADS, DIM), gl.float32, VALUES)
+        wait_for_tile()
+        bias = bias_smem.load(by_key)
+        scores = start_scores(q_smem, tile_smem.index(stage))
+        barrier()
+        start_tile(rows_ptr, stride_row, num_rows, ahead[4], tile_smem.index(stage ^ 1), bias_smem)
+        ahead = next_ahead(ahead, indices_ptr, indptr_ptr, programs, num_items, head_blocks)
+        scores = warpgroup_mma_wait(0, deps=[scores]) * scale_log2 + bias[None, :]
+        top = gl.full((HEADS,), float("-inf"), gl.float32, BY_HEAD)
+        top, total, fade = catch_up(scores, top, total, top_smem)
+        for _ in range(1, tiles):
+            weight = weights_of(scores, top)
+            products = start_values(weight, tile_smem.index(stage), values, weight_smem)
+            total += sum_in_lanes(weight)
+            stage ^= 1
+            wait_for_tile()
+            bias = bias_smem.load(by_key)
+            next_scores = start_scores(q_smem, tile_smem.index(stage))
+            values = warpgroup_mma_wait(1, deps=[products])
+            barrier()  # all have finished with the tile before
+            start_tile(rows_ptr, stride_row, num_rows, ahead[4], tile_smem.index(stage ^ 1), bias_smem)
+            ahead = next_ahead(ahead, indices_ptr, indptr_ptr, programs, num_items, head_blocks)
+            scores = warpgroup_mma_wait(0, deps=[next_scores]) * scale_log2 + bias[None, :]
+            top, total, fade = catch_up(scores, top, total, top_smem)
+            values = values * fade[:, None]
+        weight = weights_of(scores, top)
+        products = start_values(weight, tile_smem.index(stage), values, weight_smem)
+        total += sum_in_lanes(weight)
+        start_query(q_ptr, item + programs, num_items, head_blocks, num_heads, stride_q, stride_head, q_smem)
+        whole = gl.convert_layout(gl.sum(both_halves(gl.sum(total, 2), total_smem), 1), BY_HEAD)
+        first_head = item % head_blocks * HEADS
+        lane = gl.arange(0, HEADS, BY_HEAD)
+        factor = gl.full((HEADS,), 1.0, gl.float32, BY_HEAD)
+        if HAS_SINK:
+            there = first_head + lane < num_heads
+            sink = gl.load(sink_ptr + first_head + lane, mask=there, other=float("-inf")) * 1.4426950408889634
+            base = finite(gl.maximum(top, sink))
+            factor = gl.exp2(top - base)
+            whole = whole * factor + gl.exp2(sink - base)
+        factor = gl.where(whole > 0.0, factor / gl.maximum(whole, 1e-30), 0.0)
+        query = (item // head_blocks).to(gl.int64)
+        values = warpgroup_mma_wait(0, deps=[products]) * factor[:, None]
+        if ROTATE:
+            values = rotate_back_rows(values, cos_sin_ptr, gl.load(positions_ptr + query).to(gl.int64))
+        # The tile that was read last is free until the next but one is copied.
+        spare = tile_smem.index(stage)
+        barrier()
+        spare.store(values.to(DTYPE))
+        barrier()
+        head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, ROW))
+        channel = gl.arange(0, DIM, gl.SliceLayout(0, ROW))
+        to_ptr = out_ptr + query * stride_out + (head.to(gl.int64) * stride_out_head)[:, None] + channel[None, :]
+        gl.store(to_ptr, spare.load(ROW).to(out_ptr.dtype.element_ty), mask=(head < num_heads)[:, None])
+        stage ^= 1
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def first_ahead(indices_ptr, indptr_ptr, item, programs, num_items, head_blocks):
+    """The first tile to copy: its item, place, the list's end, rows [64], and bounds of the list of the item behind."""
+    at, last = list_bounds(indptr_ptr, item, num_items, head_blocks)
+    next_at, next_last = list_bounds(indptr_ptr, item + programs, num_items, head_blocks)
+    return item, at, last, next_at, listed_rows(indices_ptr, at, last), next_last
+
+
+@gluon.jit
+def next_ahead(ahead, indices_ptr, indptr_ptr, programs, num_items, head_blocks):
+    """The tile to copy after `ahead`."""
+    item, at, last, next_at, row, next_last = ahead
+    ended = at + KEYS >= last
+    item = gl.where(ended, item + programs, item)
+    at = gl.where(ended, next_at, at + KEYS)
+    last = gl.where(ended, next_last, last)
+    row = listed_rows(indices_ptr, at, last)
+    next_at, next_last = list_bounds(indptr_ptr, item + programs, num_items, head_blocks)
+    return item, at, last, next_at, row, next_last
+
+
+@gluon.jit
+def fade_like(fade, total):
+    """`fade` [64] along the heads of `total` [64, 2, 4]."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, total.type.layout))
+    return gl.convert_layout(fade, layout)[:, None][:, :, None]
+
+
+@gluon.jit
+def rotate_back_rows(values, cos_sin_ptr, position):
+    """Undo the rotation of the last 64 of [64, 512] by one position: pairs (2i, 2i + 1) (spec 1.3, 4.10)."""
+    # Quarters of what a warpgroup has, the rotary channels in the last of the second one; nothing moves.
+    quarters = gl.permute(gl.reshape(values, (HEADS, 2, 2, 2, 64)), (0, 1, 4, 3, 2))
+    low, high = gl.split(quarters)  # channels 0 and 64, 128 and 192
+    third, last = gl.split(high)
+    even, odd = gl.split(gl.reshape(last, (HEADS, 2, 32, 2)))
+    table: gl.constexpr = gl.SliceLayout(0, even.type.layout)
+    group = gl.arange(0, 2, gl.SliceLayout(1, table))[:, None]
+    pair = gl.arange(0, 32, gl.SliceLayout(0, table))[None, :]
+    at = cos_sin_ptr + position * 64 + pair + group * 0
+    cos = gl.load(at, mask=group + pair * 0 > 0, other=1.0)[None, :, :]
+    sin = gl.load(at + 32, mask=group + pair * 0 > 0, other=0.0)[None, :, :]
+    last = gl.reshape(gl.join(even * cos + odd * sin, odd * cos - even * sin), (HEADS, 2, 64))
+    last = gl.convert_layout(last, third.type.layout)
+    quarters = gl.join(low, gl.join(third, last))
+    values = gl.reshape(gl.permute(quarters, (0, 1, 4, 3, 2)), (HEADS, DIM))
+    return gl.convert_layout(values, VALUES)
+
+
+def takes(q: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether `launch_gathered` knows these types and can copy rows of q and of the workspace 16 bytes at a time."""
+    strides = (q.stride(0), q.stride(1), rows.stride(0))
+    aligned = all(one % 8 == 0 for one in strides) and q.data_ptr() % 16 == 0 and rows.data_ptr() % 16 == 0
+    return q.dtype == rows.dtype and rows.dtype in (torch.bfloat16, torch.float16) and aligned
 
 
 def launch_gathered(
@@ -146,28 +296,31 @@ def launch_gathered(
     cos_sin: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Enqueue the kernel; arguments as `sparse_prefill` has checked them, rows in 16 bits. Reads no device value."""
+    """Enqueue the kernel; arguments as `sparse_prefill` has checked them and `takes` has them, and at least one query.
+
+    A program takes the shared memory of a multiprocessor, so one starts on each and stays. Reads no device value.
+    """
     num_queries, num_heads, _ = q.shape
-    prefill_gathered_kernel[(triton.cdiv(num_heads, HEADS.value) * num_queries,)](
+    items = triton.cdiv(num_heads, HEADS.value) * num_queries
+    prefill_gathered_kernel[(min(items, traits_of(q.device).num_units),)](
         q, rows, indices, indptr, *(q if x is None else x for x in (sink, positions, cos_sin)), out, q.stride(0),
-        q.stride(1), rows.stride(0), out.stride(0), out.stride(1), rows.shape[0], num_heads, scale_log2,
-        HAS_SINK=sink is not None, ROTATE=positions is not None, num_warps=WARPS.value, **early_launch(q.device),
+        q.stride(1), rows.stride(0), out.stride(0), out.stride(1), rows.shape[0], num_queries, num_heads, scale_log2,
+        HAS_SINK=sink is not None, ROTATE=positions is not None, num_warps=WARPS.value,
     )  # fmt: skip
 
 
 def compile_specs() -> list[CompileSpec]:
-    """bf16 rows with sink and rotation."""
+    """bf16 with sink and rotation."""
     signature = {
         **dict.fromkeys(("q_ptr", "rows_ptr", "out_ptr"), "*bf16"),
         **dict.fromkeys(("indices_ptr", "indptr_ptr"), "*i32"),
         **dict.fromkeys(("sink_ptr", "cos_sin_ptr"), "*fp32"),
         "positions_ptr": "*i64",
         **dict.fromkeys(("stride_q", "stride_head", "stride_row", "stride_out", "stride_out_head"), "i32"),
-        **dict.fromkeys(("num_rows", "num_heads"), "i32"),
+        **dict.fromkeys(("num_rows", "num_queries", "num_heads"), "i32"),
         "scale_log2": "fp32",
     }
-    return [
-        spec(prefill_gathered_kernel, "sparse_prefill gathered 64 heads hopper", signature,
-             constexprs={"HAS_SINK": True, "ROTATE": True}, num_warps=WARPS.value, archs=("sm90",), large=("rows_ptr",),
-             has_dot=True)
-    ]  # fmt: skip
+    values = {"HAS_SINK": True, "ROTATE": True}
+    return [spec(prefill_gathered_kernel, "sparse_prefill gathered 64 heads hopper", signature, constexprs=values,
+                 large=("rows_ptr",), has_dot=True, archs=("sm90",), num_warps=WARPS.value,
+                 spills_because="Triton 3.9 keeps every tile's descriptors; 3.6, with which it was timed, does not")]  # fmt: skip

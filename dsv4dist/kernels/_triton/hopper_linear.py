@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dsv4dist.kernels._triton.arrivals import arrival_counters
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous_gluon
 from dsv4dist.kernels._triton.hopper_decode import PANEL32, barrier, load_to_shared, view
@@ -91,8 +92,7 @@ def hopper_linear_kernel(
 ):  # fmt: skip
     """One tile [16 * WARPS columns, ROWS] of (x . w^T)^T over a share of the channels; strides of x and weight count 4 bytes.
 
-    SPLIT: shares are summed, first to last, by whoever comes last to a tile. `counter_ptr` then holds a zero for each
-    tile, and does so again afterwards.
+    SPLIT: shares are summed, first to last, by whoever comes last to a tile; `counter_ptr` has `arrival_counters`.
     """
     COLUMNS: gl.constexpr = 16 * WARPS
     BOTH: gl.constexpr = ROWS <= 16  # products under way at once; more rows lack the registers
@@ -186,8 +186,6 @@ MAX_ROWS = 32
 MAX_SPLITS, STAGES = 16, 2
 FEW_ROWS, MANY_WEIGHTS = 16, 1 << 24
 """More rows than the first pay for weights of at least the second alone, with wider tiles, which read x less often."""
-_MAX_TILES, _MAX_STREAMS = 1024, 128  # of one split product; whose split products may be under way at once
-_counters: dict[torch.device, tuple[torch.Tensor, dict[int, int]]] = {}
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
@@ -220,13 +218,11 @@ def hopper_linear(
     warps = _warps(padded)
     tiles = triton.cdiv(columns, 16 * warps)
     splits = num_splits or plan_splits(tiles * groups, blocks, padded, compute_units)
-    counters = _zeros_of_stream(x.device) if splits > 1 and tiles * groups <= _MAX_TILES else None
-    if counters is None:
-        splits = 1
     per_split = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, per_split)
-    parts = None
+    parts = counters = None
     if splits > 1:
+        counters = arrival_counters(tiles * groups, x.device)
         parts = torch.empty(groups * tiles * splits * 16 * warps * padded, dtype=torch.float32, device=x.device)
     data = weight.view(torch.uint8)
     hopper_linear_kernel[(tiles, splits, groups)](
@@ -248,22 +244,6 @@ def plan_splits(tiles: int, blocks: int, padded: int, compute_units: int) -> int
     """
     programs = compute_units * (4 if padded <= FEW_ROWS else 2)
     return max(1, min(MAX_SPLITS, blocks // 2, programs // tiles))
-
-
-def _zeros_of_stream(device: torch.device) -> torch.Tensor | None:
-    """Counters that products on the current stream may use, one after the other; None in a capture that is the first use.
-
-    Products on different streams may be under way at once, and so must not share counters.
-    """
-    if device not in _counters:
-        if torch.cuda.is_current_stream_capturing():
-            return None  # to set them to zero would become a part of the graph, and later graphs would rely on it
-        zeros = torch.zeros((_MAX_STREAMS, _MAX_TILES), dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)
-        _counters[device] = zeros, {}
-    zeros, places = _counters[device]
-    place = places.setdefault(torch.cuda.current_stream(device).cuda_stream, len(places))
-    return zeros[place] if place < _MAX_STREAMS else None
 
 
 def compile_specs() -> list[CompileSpec]:

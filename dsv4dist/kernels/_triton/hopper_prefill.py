@@ -12,7 +12,6 @@ import torch
 import triton
 
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
-from dsv4dist.kernels._triton.early_launch import early_launch
 from dsv4dist.kernels._triton.hopper_prefill_kernels import (
     FEW_WARPS,
     prefill_few_heads_kernel,
@@ -45,7 +44,7 @@ def launch_in_place(
         (there.data.data_ptr() - main.data.data_ptr()) // 16, (there.indices.data_ptr() - main.indices.data_ptr()) // 4,
         main.stride // 16, there.stride // 16, main.block_size.bit_length() - 1, there.block_size.bit_length() - 1,
         main.slots, there.slots, num_heads, scale_log2, EXTRA=extra.code != 0, HAS_SINK=sink is not None,
-        ROTATE=positions is not None, HEADS=heads, **options, **early_launch(q.device),
+        ROTATE=positions is not None, HEADS=heads, **options,
     )  # fmt: skip
 
 

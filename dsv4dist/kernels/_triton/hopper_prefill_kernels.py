@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from dsv4dist.kernels._triton.early_launch import wait_for_previous_gluon
 from dsv4dist.kernels._triton.hopper_decode import (
     _BF16_SCRUB,
     _BF16_TO_FP16,
@@ -262,7 +261,6 @@ def prefill_few_heads_kernel(
     EXTRA: gl.constexpr, HAS_SINK: gl.constexpr, ROTATE: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """One program: HEADS (8 or 16) heads of one query. Page strides and pages_delta (extra - main) count 16 bytes."""
-    wait_for_previous_gluon()
     head_blocks = gl.cdiv(num_heads, HEADS)
     query = (gl.program_id(0) // head_blocks).to(gl.int64)
     first_head = gl.program_id(0) % head_blocks * HEADS

@@ -13,6 +13,7 @@ import triton.language as tl
 from dsv4dist.errors import ShapeError
 from dsv4dist.kernels._triton.checks import check_dense, check_integers, check_table, power_of_2_up_to
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
+from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import lookup_slots
 from dsv4dist.kernels.block_table import BlockTable
 
@@ -90,6 +91,7 @@ def _count_kernel(
     blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, counts_ptr, stride_req, stride_entries, num_rows,
     num_columns, limit, width, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wanted = row < num_rows
     count = _count(
@@ -103,14 +105,24 @@ def _count_kernel(
 def _fill_kernel(
     blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, counts_ptr, indices_ptr, indptr_ptr, stride_req,
     stride_entries, num_rows, num_columns, limit, width, MODE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys of ROWS rows behind those of all earlier rows. ALONE: there is one program, which counts too."""
+    """Write the keys of ROWS rows behind those of all earlier rows.
+
+    ALONE: there is one program, which counts too. ONCE: and a row has at most BLOCK columns, so slots are looked up once.
+    """
+    wait_for_previous()
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
     wanted = row < num_rows
     before = 0
-    if ALONE:
+    if ONCE:
+        slot = _keys(
+            blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, row, tl.arange(0, BLOCK), wanted, stride_req,
+            stride_entries, num_columns, limit, width, MODE, BLOCK_SIZE,
+        )  # fmt: skip
+        count = tl.sum((slot >= 0).to(tl.int32), 1)
+    elif ALONE:
         count = _count(
             blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, row, wanted, stride_req, stride_entries,
             num_columns, limit, width, MODE, BLOCK_SIZE, ROWS, BLOCK,
@@ -124,15 +136,24 @@ def _fill_kernel(
     tl.store(indptr_ptr + row + 1, end, mask=wanted)
     tl.store(indptr_ptr + row, before + row, mask=row == 0)
     at = end - count
-    for start in range(0, _columns(row_ptr, row, wanted, width, MODE), BLOCK):
-        slot = _keys(
-            blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, row, start + tl.arange(0, BLOCK), wanted,
-            stride_req, stride_entries, num_columns, limit, width, MODE, BLOCK_SIZE,
-        )  # fmt: skip
-        found = (slot >= 0).to(tl.int32)
-        place = at[:, None] + tl.cumsum(found, 1) - found
-        tl.store(indices_ptr + place, slot.to(tl.int32), mask=slot >= 0)
-        at += tl.sum(found, 1)
+    if ONCE:
+        _store_keys(indices_ptr, slot, at)
+    else:
+        for start in range(0, _columns(row_ptr, row, wanted, width, MODE), BLOCK):
+            slot = _keys(
+                blocks_ptr, first_block_ptr, req_ptr, row_ptr, entries_ptr, row, start + tl.arange(0, BLOCK), wanted,
+                stride_req, stride_entries, num_columns, limit, width, MODE, BLOCK_SIZE,
+            )  # fmt: skip
+            at += _store_keys(indices_ptr, slot, at)
+
+
+@triton.jit
+def _store_keys(indices_ptr, slot, at):
+    """Store the slots [N, C] that are there, those of a row one after the other from `at` [N]; how many of each row."""
+    found = (slot >= 0).to(tl.int32)
+    place = at[:, None] + tl.cumsum(found, 1) - found
+    tl.store(indices_ptr + place, slot.to(tl.int32), mask=slot >= 0)
+    return tl.sum(found, 1)
 
 
 def window_key_list(
@@ -213,11 +234,20 @@ def _ragged(
               anything if row_values is None else row_values, anything if entries is None else entries)  # fmt: skip
     strides = (blocks.stride(0), 0 if entries is None else entries.stride(0))
     sizes = (count, blocks.shape[-1], limit, width)
-    shape = {"MODE": mode.value, "BLOCK_SIZE": size, "ROWS": rows, "BLOCK": block, "num_warps": 4}
+    shape = {
+        "MODE": mode.value,
+        "BLOCK_SIZE": size,
+        "ROWS": rows,
+        "BLOCK": block,
+        "num_warps": 4,
+        **early_launch(device),
+    }
     grid = (triton.cdiv(count, rows),)
     if not alone:
         _count_kernel[grid](*inputs, counts, *strides, *sizes, **shape)
-    _fill_kernel[grid](*inputs, counts, indices, indptr, *strides, *sizes, ALONE=alone, **shape)
+    _fill_kernel[grid](
+        *inputs, counts, indices, indptr, *strides, *sizes, ALONE=alone, ONCE=alone and width <= block, **shape
+    )
     return indices, indptr
 
 
@@ -251,5 +281,5 @@ def compile_specs() -> list[CompileSpec]:
                 specs.append(spec(_count_kernel, f"count_keys {title}", {**pointers, **numbers}, constexprs=values,
                                   unaligned=("stride_req",), aligned=("width",), narrow_because=reason))  # fmt: skip
             specs.append(spec(_fill_kernel, f"fill_keys {title}", {**pointers, **outputs, **numbers},
-                              constexprs={**values, "ALONE": alone}, unaligned=("stride_req",), aligned=("width",), narrow_because=reason))  # fmt: skip
+                              constexprs={**values, "ALONE": alone, "ONCE": alone}, unaligned=("stride_req",), aligned=("width",), narrow_because=reason))  # fmt: skip
     return specs

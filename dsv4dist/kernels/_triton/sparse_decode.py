@@ -22,8 +22,9 @@ from dsv4dist.kernels.split_plan import plan_splits
 HEAD_DIM = 512
 ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
-IN_PLACE_QUERIES = {8: 1024, 16: 128}
-"""For up to so many heads, and from so many queries on, Hopper runs the kernel in which keys stay in registers."""
+MAX_QUERIES = 1 << 31
+IN_PLACE_QUERIES = {8: (range(128, 256), range(1024, MAX_QUERIES)), 16: (range(128, MAX_QUERIES),)}
+"""For up to so many heads, and for so many queries, Hopper runs the kernel in which keys stay in registers."""
 KEY_TILE = 64
 """Keys by which the work of a call is counted where its shape is chosen."""
 _FORMATS = {Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}  # as in tiles.py; 3 = rows, 0 = no segment
@@ -97,8 +98,8 @@ def _key_tiles(capacities: list[int]) -> int:
 
 
 def _in_place(tile: Tile, num_queries: int, num_heads: int) -> bool:
-    queries = next((queries for heads, queries in IN_PLACE_QUERIES.items() if num_heads <= heads), None)
-    return tile.warpgroup and queries is not None and num_queries >= queries
+    ranges = next((ranges for heads, ranges in IN_PLACE_QUERIES.items() if num_heads <= heads), ())
+    return tile.warpgroup and any(num_queries in one for one in ranges)
 
 
 def planned_splits(
@@ -136,6 +137,8 @@ def _launch(
     total = torch.empty_like(top)
     acc = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
     main, extra = sources
+    # Programs that fill the device and run long are better placed once those before them are gone.
+    early = {} if finish else early_launch(q.device)
     sink_or_q, table, where = (q if x is None else x for x in (sink, cos_sin, positions))
     with _on(q.device):
         if tile.warpgroup:
@@ -150,7 +153,7 @@ def _launch(
                 main.stride // 16, there.stride // 16, main.block_size.bit_length() - 1,
                 there.block_size.bit_length() - 1, main.slots, there.slots, num_heads, num_splits, scale * LOG2_E,
                 EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
-                HEADS=tile.heads, WARPS=tile.warps, num_warps=tile.warps, **early_launch(q.device),
+                HEADS=tile.heads, WARPS=tile.warps, num_warps=tile.warps, **early,
             )  # fmt: skip
         elif tile.cdna:
             from dsv4dist.kernels._triton.cdna_decode import sparse_decode_partial_cdna_kernel
@@ -172,13 +175,13 @@ def _launch(
             MAIN=main.code, MAIN_BLOCK=main.block_size, MAIN_NATIVE=main.native,
             EXTRA=extra.code, EXTRA_BLOCK=extra.block_size, EXTRA_NATIVE=extra.native,
             DTYPE=dtype, EXACT=exact, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
-            BLOCK_H=tile.heads, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **early_launch(q.device),
+            BLOCK_H=tile.heads, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **early,
         )  # fmt: skip
         if not finish:
             sparse_decode_reduce_kernel[(num_queries * num_heads,)](
                 top, total, acc, sink_or_q, where, table, out, out.stride(0), out.stride(1), num_heads, num_splits,
                 SPLITS=triton.next_power_of_2(num_splits), HAS_SINK=sink is not None, ROTATE=rotate, num_warps=4,
-                **early_launch(q.device),
+                **early,
             )  # fmt: skip
 
 

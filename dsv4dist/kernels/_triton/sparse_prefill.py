@@ -134,12 +134,12 @@ def sparse_prefill(
         return out
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[rows.dtype]
     arch = arch_traits(q.device).name
-    aligned = rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
-    if arch == "sm90" and dtype != tl.float32 and num_heads > FEW_HEADS and aligned:
-        from dsv4dist.kernels._triton.hopper_gathered import launch_gathered
+    if arch == "sm90" and num_heads > FEW_HEADS:
+        from dsv4dist.kernels._triton import hopper_gathered
 
-        launch_gathered(q, rows, indices, indptr, sink, scale * LOG2_E, positions, cos_sin, out)
-        return out
+        if hopper_gathered.takes(q, rows):
+            hopper_gathered.launch_gathered(q, rows, indices, indptr, sink, scale * LOG2_E, positions, cos_sin, out)
+            return out
     if arch == "cpu":
         dtype = tl.float32  # the interpreter's bf16 product is wrong
     tile = _OTHER if dtype == tl.float32 else _TILES.get(arch, _OTHER)

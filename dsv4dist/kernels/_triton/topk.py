@@ -125,7 +125,7 @@ def _topk_kernel(
 
     FIRST: columns are logits, read as bits, valid below the row's length, and a column is its own entry; otherwise they
     are the winners of earlier tiles. LAST: keys are not written. Columns below `readable` >= width exist in memory.
-    EAGER: all of them are read, before the row's length has arrived.
+    EAGER: all columns are read, before the row's length has arrived.
     """
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
@@ -136,22 +136,22 @@ def _topk_kernel(
     if FIRST:
         count = tl.minimum(tl.load(lens_ptr + row).to(tl.int32), width)
     row_key_ptr = key_ptr + row * stride_key_row
+    # Whole groups of 4 columns, so that loads are wide where rows are aligned: up to 3 undefined ones come along.
+    inside = column < tl.minimum(tl.cdiv(width if EAGER else count, 4) * 4, readable)
     if EAGER:
-        key = tl.load(row_key_ptr + column, mask=column < readable, other=NO_ENTRY)
+        key = tl.load(row_key_ptr + column, mask=inside, other=NO_ENTRY)
     out_entry_ptr += row * stride_out_row + tile.to(tl.int64) * k
     if not LAST:
         out_key_ptr += row * stride_out_row + tile.to(tl.int64) * k
     total = tl.full((), 0, tl.int32)
     if tile * TILE < count:  # a tile beyond the row's length has nothing to choose from
         if not EAGER:
-            # Whole groups of 4 columns, so that loads are wide where rows are aligned: up to 3 undefined ones come along.
-            inside = column < tl.minimum(tl.cdiv(count, 4) * 4, readable)
             key = tl.load(row_key_ptr + column, mask=inside, other=NO_ENTRY)
         if FIRST:
             key = order_key(key)
             entry = column
         else:
-            entry = tl.load(entry_ptr + row * stride_key_row + column, mask=column < readable, other=-1)
+            entry = tl.load(entry_ptr + row * stride_key_row + column, mask=inside, other=-1)
         # Four parts, so that a thread can store one entry at a time from where it has loaded four.
         key0, key1, key2, key3 = split_by_four(tl.where(column < count, key, NO_ENTRY))
         entry0, entry1, entry2, entry3 = split_by_four(entry)
