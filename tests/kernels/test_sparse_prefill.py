@@ -134,6 +134,28 @@ def test_wrong_input_is_refused(impl: Implementation) -> None:
     assert run(impl, q[:0], rows, []).shape == (0, 1, 512)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS[2:])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_heads", [8, 33, 64, 100, 128])
+def test_more_queries_than_programs(impl: Implementation, num_heads: int, dtype: torch.dtype) -> None:
+    """Programs that go from query to query: lists of every length in turn, also empty ones and ones without a row."""
+    rng = generator(num_heads)
+    rows = torch.randn(700, 512, generator=rng).to(dtype)
+    rows[650:] = math.nan  # not listed
+    lists = [torch.randperm(650, generator=rng)[:n].tolist() for n in (0, 1, 63, 64, 65, 127, 128, 129, 640, 3) * 20]
+    for which in range(0, len(lists), 10):
+        lists[which + 3][5:9] = [*FAR, 700]
+        lists[which + 7][:64] = [-1] * 64
+        lists[which + 9] = [-1, -1, 5000]
+    q = torch.randn(len(lists), num_heads, 512, generator=rng).to(dtype)
+    sink = torch.randn(num_heads, generator=rng)
+    got = run(impl, q, rows, lists, sink=sink)
+    check(got, expected(q, rows, lists, sink), 4e-3 if dtype == torch.float16 else 2e-2)
+    assert (got[::10] == 0).all()
+    assert (got[9::10] == 0).all()
+
+
 # ---- In place on Hopper ----------------------------------------------------------------------------------------------
 
 

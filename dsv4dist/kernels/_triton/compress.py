@@ -198,11 +198,6 @@ class _Shape:
         block, taps = triton.next_power_of_2(dim), triton.next_power_of_2(taps)
         return cls(block, block if taps * block <= 8192 else min(block, max(32, 4096 // taps)), taps)
 
-    @property
-    def warps(self) -> int:
-        """Few enough values a thread that all of its loads are under way at once."""
-        return 8 if self.part * self.taps >= 4096 and self.part == self.block else 4
-
 
 def compress_store(
     state: PagedCache,
@@ -255,7 +250,7 @@ def compress_store(
         cache.num_slots, cos_sin.shape[0], eps, DIM=dim, BLOCK=shape.block, PART=shape.part, RATIO=ratio,
         OVERLAP=overlap, NUM_TAPS=shape.taps, STATE_BLOCK_SIZE=state.block_size, ROTARY=cos_sin.shape[1],
         FORMAT=CODE_OF[cache.format], BLOCK_SIZE=cache.block_size, FNUZ=is_fnuz(cache), CHUNK=chunk,
-        num_warps=shape.warps, enable_fp_fusion=False, **early_launch(positions.device),
+        num_warps=4, enable_fp_fusion=False, **early_launch(positions.device),
     )  # fmt: skip
 
 
@@ -314,6 +309,6 @@ def _store_spec(
     else:
         signature |= {"pooled_ptr": "*fp32", "arrivals_ptr": "*i32"}
     return spec(_compress_store_kernel, f"compress_store {name} {encoding.value} x{chunk}",
-                {**signature, "eps": "fp32"}, constexprs=values, num_warps=shape.warps,
+                {**signature, "eps": "fp32"}, constexprs=values,
                 unaligned=("stride_req",), large=("cache_ptr",), options={"enable_fp_fusion": False},
                 archs=archs_of(encoding))  # fmt: skip
