@@ -9,6 +9,8 @@ meanwhile.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dsv4dist.kernels._triton.output_factor import output_factor
+
 KEYS = gl.constexpr(64)  # keys of one tile: 16 for each of 4 waves
 HEADS = gl.constexpr(16)
 DIM = gl.constexpr(512)
@@ -400,14 +402,7 @@ def sparse_decode_partial_cdna_kernel(
                 q_row_ptr, heads_left, stride_head, lists, pages, spare, begin, end, main_tiles, scale_log2, True, CDNA
             )
         if FINISH:
-            fade = gl.full((HEADS,), 1.0, gl.float32, BY_HEAD)
-            if HAS_SINK:
-                sink = gl.load(sink_ptr + head, mask=wanted, other=float("-inf")) * 1.4426950408889634
-                highest = gl.maximum(top, sink)
-                base = gl.where(highest == float("-inf"), 0.0, highest)
-                fade = gl.exp2(top - base)
-                total = total * fade + gl.exp2(sink - base)
-            factor = gl.where(total > 0.0, fade / gl.maximum(total, 1e-30), 0.0)
+            factor = output_factor(top, total, sink_ptr, head, num_heads, HAS_SINK)
             position = 0
             if ROTATE:
                 position = gl.load(positions_ptr + query)

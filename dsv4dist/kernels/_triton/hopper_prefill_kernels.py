@@ -22,6 +22,7 @@ from dsv4dist.kernels._triton.hopper_decode import (
     view,
     within_cache,
 )
+from dsv4dist.kernels._triton.output_factor import output_factor
 
 DIM = gl.constexpr(512)
 FEW_WARPS = gl.constexpr(4)
@@ -237,20 +238,6 @@ def lists_and_pages(
     )  # fmt: skip
     pages = (data_ptr, main_stride, main_shift, pages_delta, extra_stride, extra_shift)
     return lists, pages, main_tiles, tiles
-
-
-@gluon.jit
-def output_factor(top, total, sink_ptr, lane, heads_left, HAS_SINK: gl.constexpr):
-    """What to multiply the weighted values [HEADS] with: one over the sum, the sink included; 0 without keys."""
-    fade = gl.full(top.shape, 1.0, gl.float32, top.type.layout)
-    if HAS_SINK:
-        sink = gl.load(sink_ptr + lane, mask=lane < heads_left, other=float("-inf"))
-        sink = sink * 1.4426950408889634
-        highest = gl.maximum(top, sink)
-        base = gl.where(highest == float("-inf"), 0.0, highest)
-        fade = gl.exp2(top - base)
-        total = total * fade + gl.exp2(sink - base)
-    return gl.where(total > 0.0, fade / gl.maximum(total, 1e-30), 0.0)
 
 
 @gluon.jit(do_not_specialize=("main_shift", "extra_shift", "main_slots", "extra_slots", "num_heads"))
