@@ -132,8 +132,7 @@ def bench_decode(
     """
     ceilings, _ = measure_ceilings(device, replays)
     for shard_of in shards:
-        streams = [torch.cuda.Stream() for _ in range(2)]
-        overlap = Overlap(streams, arch_of(device).main_first_tokens)
+        overlap = Overlap.on(device, arch_of(device).main_first_tokens)
         stack = AttentionStack(config, shard_of, ops, device, overlap, max(contexts))
         for context in contexts:
             for count in tokens:

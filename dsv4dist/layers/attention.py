@@ -54,13 +54,17 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: StepMetadata, caches: LayerCaches) -> torch.Tensor:
         """x [T, Hd], normed -> y [T, Hd], summed over ranks; writes this step's rows of the layer's caches."""
-        (q, index_q), leftovers = self.overlap.run(
-            lambda: self._queries(x, step, caches), self._compressions(x, step, caches), num_tokens=len(x)
+        (q, index_q, kv), leftovers = self.overlap.run(
+            lambda: self._queries(x), self._compressions(x, step, caches), num_tokens=len(x)
         )
+        compressed = self.overlap.beside(lambda: self._compressed_segment(index_q, leftovers, step, caches))
+        eps = self.config.rms_norm_eps
+        q = self.ops.q_rope_kv_insert(q, kv, step.positions, self.cos_sin, caches.window, step.window_slots, eps)
+        self.overlap.join()
         out = self.ops.sparse_attention(
             q,
             Segment(caches.window, *step.window_key_list),
-            self._compressed_segment(index_q, leftovers, step, caches),
+            compressed,
             self.attn_sink,
             self.config.softmax_scale,
             positions=step.positions,
@@ -68,15 +72,12 @@ class Attention:
         )
         return self._project(out)
 
-    def _queries(self, x: torch.Tensor, step: StepMetadata, caches: LayerCaches) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries [T, h, D], and the indexer's as they come, [T, Hi * Di]; stores this step's window rows."""
-        eps = self.config.rms_norm_eps
-        qr, kv = self.ops.qr_kv_norm(self.wq_a_wkv(x), self.q_norm, self.kv_norm, eps)
+    def _queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, h, D] and the indexer's [T, Hi * Di], not rotated yet, and the normed keys [T, D]."""
+        qr, kv = self.ops.qr_kv_norm(self.wq_a_wkv(x), self.q_norm, self.kv_norm, self.config.rms_norm_eps)
         both = self.wq_b(qr)
         q, index_q = both[:, : self.num_query_channels], both[:, self.num_query_channels :]
-        q = q.unflatten(1, (-1, self.config.head_dim))
-        q = self.ops.q_rope_kv_insert(q, kv, step.positions, self.cos_sin, caches.window, step.window_slots, eps)
-        return q, index_q
+        return q.unflatten(1, (-1, self.config.head_dim)), index_q, kv
 
     def _compressors(self) -> list[Compressor]:
         """The layer's own, and its indexer's."""

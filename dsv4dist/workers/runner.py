@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 CPU_CACHE_SHARE = 0.5
 """Share of the free memory of a CPU node that the caches of its ranks may take together, unless a size was given."""
-NUM_SIDE_STREAMS = 2
-"""Chains of a CSA layer beside its queries: two compressors."""
 SCORE_ROWS = 256
 """Rows whose logits are held at once while scoring; results do not depend on it."""
 
@@ -265,8 +263,7 @@ class ModelRunner:
     def _overlap(self) -> Overlap:
         if self.device.type != "cuda" or self.config.enforce_eager:
             return Overlap()
-        streams = [torch.cuda.Stream(self.device) for _ in range(NUM_SIDE_STREAMS)]
-        return Overlap(streams, self.arch.main_first_tokens)
+        return Overlap.on(self.device, self.arch.main_first_tokens)
 
     @torch.inference_mode()
     def _capture(self) -> str:

@@ -12,7 +12,13 @@ import dsv4dist.kernels
 
 SOURCES = sorted((Path(dsv4dist.kernels.__file__).parent / "_triton").glob("*.py"))
 WAITS = {"wait_for_previous", "wait_for_previous_gluon"}
-READ_WEIGHTS_FIRST = {"hopper_linear_kernel", "_vector_kernel"}
+READ_WEIGHTS_FIRST = {
+    "hopper_linear_kernel",
+    "_vector_kernel",
+    "_rms_norm_kernel",
+    "_qr_kv_norm_kernel",
+    "sparse_decode_reduce_kernel",
+}
 """These ask for weights, which no kernel writes, and wait before everything else."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4dist.kernels._triton.early_launch import wait_for_previous
+from dsv4dist.kernels._triton.early_launch import start_next, wait_for_previous
 from dsv4dist.kernels._triton.tiles import GROUP, GROUPS, attend_segment
 
 DIM = tl.constexpr(512)
@@ -217,18 +217,31 @@ def sparse_decode_reduce_kernel(
     HAS_SINK: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """One program: one head of one query. A split with total = 0 was never written further and is not read."""
-    wait_for_previous()
+    """One program: one head of one query. A split with total = 0 was not written further: what was read is not used."""
+    start_next()
     head = tl.program_id(0) % num_heads
     query = (tl.program_id(0) // num_heads).to(tl.int64)
+    if HAS_SINK:
+        sink = tl.load(sink_ptr + head) * 1.4426950408889634  # a weight: nothing writes it
+    wait_for_previous()
     split = tl.arange(0, SPLITS)
     at = (query * num_splits + split) * num_heads + head
-    total = tl.load(total_ptr + at, mask=split < num_splits, other=0.0)
+    there = split < num_splits
+    total = tl.load(total_ptr + at, mask=there, other=0.0)
+    top = tl.load(top_ptr + at, mask=there, other=float("-inf"))
+    channel = tl.arange(0, 512)
+    # All is asked for at once: to wait for the sums before reading what they belong to would cost more than it spares.
+    values = tl.load(acc_ptr + at[:, None] * DIM + channel[None, :], mask=there[:, None], other=0.0)
+    if ROTATE:
+        position = tl.load(positions_ptr + query)
+        pair = tl.arange(0, 256)
+        at_table = cos_sin_ptr + position * GROUP + pair - 224
+        cos = tl.load(at_table, mask=pair >= 224, other=1.0)
+        sin = tl.load(at_table + 32, mask=pair >= 224, other=0.0)
     used = (total > 0.0) | (total != total)
-    top = tl.load(top_ptr + at, mask=used, other=float("-inf"))
+    top = tl.where(used, top, float("-inf"))
     highest = tl.max(top, 0)
     if HAS_SINK:
-        sink = tl.load(sink_ptr + head) * 1.4426950408889634
         highest = tl.maximum(highest, sink)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     weight = tl.where(used, tl.exp2(top - base), 0.0)
@@ -236,16 +249,9 @@ def sparse_decode_reduce_kernel(
     if HAS_SINK:
         whole += tl.exp2(sink - base)
     factor = tl.where(whole > 0.0, 1.0 / tl.maximum(whole, 1e-30), 0.0)
-    channel = tl.arange(0, 512)
-    values = tl.load(acc_ptr + at[:, None] * DIM + channel[None, :], mask=used[:, None], other=0.0)
-    value = tl.sum(values * weight[:, None], 0) * factor
+    value = tl.sum(tl.where(used[:, None], values * weight[:, None], 0.0), 0) * factor
     out_row_ptr = out_ptr + query * stride_out + head.to(tl.int64) * stride_out_head
     if ROTATE:
-        position = tl.load(positions_ptr + query)
-        pair = tl.arange(0, 256)
-        at_table = cos_sin_ptr + position * GROUP + pair - 224
-        cos = tl.load(at_table, mask=pair >= 224, other=1.0)
-        sin = tl.load(at_table + 32, mask=pair >= 224, other=0.0)
         even, odd = tl.split(tl.reshape(value, (256, 2)))
         value = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (512,))
     tl.store(out_row_ptr + channel, value.to(out_ptr.dtype.element_ty))

@@ -25,18 +25,26 @@ def wait_for_previous():
 
     Every program must pass here before it reads what an earlier kernel wrote and before it writes anything, also if it
     has nothing to do: the kernel behind this one relies on it for all kernels ahead of both. Elsewhere it does nothing.
+    The next kernel starts no sooner than this: programs that only wait would keep places from kernels that could run.
     """
     if tl.target_info.cuda_capability_geq(9, 0):
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def start_next():
+    """Let the next kernel start at once, before `wait_for_previous`: for a kernel in front of one that reads weights."""
+    if tl.target_info.cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
 
 
 @gluon.jit
 def wait_for_previous_gluon():
     """`wait_for_previous` for kernels in Gluon."""
     if tl.target_info.cuda_capability_geq(9, 0):
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
 
 
 @functools.cache

@@ -96,6 +96,7 @@ def hopper_linear_kernel(
     """
     COLUMNS: gl.constexpr = 16 * WARPS
     BOTH: gl.constexpr = ROWS <= 16  # products under way at once; more rows lack the registers
+    AHEAD: gl.constexpr = 8 if BOTH else 4  # parts that the last program asks for at once
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
@@ -173,8 +174,15 @@ def hopper_linear_kernel(
         came_before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if came_before == splits - 1:
             total = gl.zeros((COLUMNS, ROWS), gl.float32, PRODUCT)
-            for one in range(0, splits):
-                total += gl.load(within + (place + one) * (COLUMNS * ROWS), cache_modifier=".cg")
+            for first in range(0, splits, AHEAD):
+                parts = ()
+                for ahead in gl.static_range(AHEAD):
+                    one = first + ahead
+                    there = (part_row < gl.where(one < splits, ROWS, 0))[None, :]
+                    part = within + (place + one) * (COLUMNS * ROWS)
+                    parts = parts + (gl.load(part, mask=there, other=0.0, cache_modifier=".cg"),)
+                for ahead in gl.static_range(AHEAD):
+                    total += parts[ahead]
             gl.store(at, gl.convert_layout(total, OUT).to(out_ptr.dtype.element_ty), mask=wanted)
             gl.store(counter, 0)
     else:

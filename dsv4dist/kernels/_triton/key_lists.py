@@ -22,7 +22,7 @@ LISTED = tl.constexpr(1)
 VISIBLE = tl.constexpr(2)  # from here on rows carry their length
 DENSE = tl.constexpr(3)
 
-FEW_ROWS = 8
+FEW_ROWS = 4
 MAX_BLOCK = 1024
 TILE = 1024
 
@@ -239,7 +239,7 @@ def _ragged(
         "BLOCK_SIZE": size,
         "ROWS": rows,
         "BLOCK": block,
-        "num_warps": 4,
+        "num_warps": _warps(rows) if alone else 4,
         **early_launch(device),
     }
     grid = (triton.cdiv(count, rows),)
@@ -249,6 +249,11 @@ def _ragged(
         *inputs, counts, indices, indptr, *strides, *sizes, ALONE=alone, ONCE=alone and width <= block, **shape
     )
     return indices, indptr
+
+
+def _warps(rows: int) -> int:
+    """Of a program that looks up all rows: look-ups wait for memory, so rows are to wait side by side."""
+    return min(16, 4 * rows)
 
 
 def _rows_per_program(num_rows: int, block: int) -> int:

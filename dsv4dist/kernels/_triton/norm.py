@@ -21,15 +21,24 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _normed(row_ptr, weight_ptr, present, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """The fp32 norm of the rows at `row_ptr` [N], as [N, BLOCK]; zeros beyond WIDTH and in absent rows."""
+def _load_weight(weight_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK] as stored, 0 beyond WIDTH. Nothing writes it, so it may be asked for before the kernel ahead has ended."""
     channel = tl.arange(0, BLOCK)
-    inside = channel < WIDTH
-    x = tl.load(row_ptr[:, None] + channel[None, :], mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
-    if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return y
+    return tl.load(weight_ptr + channel, mask=channel < WIDTH, other=0.0)
+
+
+@triton.jit
+def _load_rows(row_ptr, present, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows at `row_ptr` [N] as [N, BLOCK] in fp32; 0 beyond WIDTH and in absent rows."""
+    channel = tl.arange(0, BLOCK)
+    inside = present[:, None] & (channel < WIDTH)[None, :]
+    return tl.load(row_ptr[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normed(x, weight, eps, WIDTH: tl.constexpr):
+    """The norm of rows as they were loaded, fp32."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None] * weight.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -42,10 +51,11 @@ def _store_rows(y, out_ptr, row, present, stride_out, WIDTH: tl.constexpr, BLOCK
 @triton.jit
 def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, stride_x, stride_out, num_rows, eps, WIDTH: tl.constexpr,
                      BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    weight = _load_weight(weight_ptr, WIDTH, BLOCK) if HAS_WEIGHT else tl.full((BLOCK,), 1.0, tl.float32)
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < num_rows
-    y = _normed(x_ptr + row * stride_x, weight_ptr, present, eps, WIDTH, BLOCK, HAS_WEIGHT)
+    y = _normed(_load_rows(x_ptr + row * stride_x, present, WIDTH, BLOCK), weight, eps, WIDTH)
     _store_rows(y, out_ptr, row, present, stride_out, WIDTH, BLOCK)
 
 
@@ -56,12 +66,16 @@ def _qr_kv_norm_kernel(
     QUANT_MAX: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Both norms of ROWS rows; with QUANT_MAX > 0 the first leaves as fp8 codes with a scale per 128 channels."""
+    q_weight = _load_weight(q_weight_ptr, Q_WIDTH, Q_BLOCK)
+    kv_weight = _load_weight(kv_weight_ptr, KV_WIDTH, KV_BLOCK)
     wait_for_previous()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < num_rows
     row_ptr = qr_kv_ptr + row * stride_x
-    qr = _normed(row_ptr, q_weight_ptr, present, eps, Q_WIDTH, Q_BLOCK, True)
-    kv = _normed(row_ptr + Q_WIDTH, kv_weight_ptr, present, eps, KV_WIDTH, KV_BLOCK, True)
+    qr = _load_rows(row_ptr, present, Q_WIDTH, Q_BLOCK)
+    kv = _load_rows(row_ptr + Q_WIDTH, present, KV_WIDTH, KV_BLOCK)
+    qr = _normed(qr, q_weight, eps, Q_WIDTH)
+    kv = _normed(kv, kv_weight, eps, KV_WIDTH)
     _store_rows(kv, kv_ptr, row, present, KV_WIDTH, KV_WIDTH, KV_BLOCK)
     if QUANT_MAX == 0:
         _store_rows(qr, qr_ptr, row, present, Q_WIDTH, Q_WIDTH, Q_BLOCK)

@@ -178,11 +178,16 @@ def _launch(
             BLOCK_H=tile.heads, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **early,
         )  # fmt: skip
         if not finish:
+            splits = triton.next_power_of_2(num_splits)
             sparse_decode_reduce_kernel[(num_queries * num_heads,)](
                 top, total, acc, sink_or_q, where, table, out, out.stride(0), out.stride(1), num_heads, num_splits,
-                SPLITS=triton.next_power_of_2(num_splits), HAS_SINK=sink is not None, ROTATE=rotate, num_warps=4,
-                **early,
+                SPLITS=splits, HAS_SINK=sink is not None, ROTATE=rotate, num_warps=_reduce_warps(splits), **early,
             )  # fmt: skip
+
+
+def _reduce_warps(splits: int) -> int:
+    """So many that a thread has a few splits only: it is the length of the code that takes time, when it runs once."""
+    return min(16, max(4, splits))
 
 
 def _on(device: torch.device) -> torch.cuda.device:
@@ -392,4 +397,5 @@ def _partial_spec(
 
 def _reduce_spec(splits: int) -> CompileSpec:
     values = {"SPLITS": splits, "HAS_SINK": True, "ROTATE": True}
-    return spec(sparse_decode_reduce_kernel, f"sparse_decode reduce {splits}", _RESULTS, constexprs=values)
+    return spec(sparse_decode_reduce_kernel, f"sparse_decode reduce {splits}", _RESULTS, constexprs=values,
+                num_warps=_reduce_warps(splits))  # fmt: skip
