@@ -5,7 +5,8 @@ Norms and residuals between layers are there; embedding, hyper-connections, expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ class AttentionStack:
     def __init__(
         self, config: ModelConfig, shard_of: int, ops: Ops, device: torch.device, overlap: Overlap, max_context: int
     ) -> None:
-        self.config, self.ops, self.device = config, ops, device
+        self.config, self.ops, self.device, self.overlap = config, ops, device, overlap
         tp = TpInfo(0, shard_of)
         weights: dict[str, torch.Tensor] = {}
         generator = torch.Generator(device).manual_seed(0)
@@ -161,25 +162,47 @@ def _eagerly(step: StackStep) -> None:
 
 
 def _kernel_rows(step: StackStep, shape: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Device time of each kernel in one layer of each kind, mean of 5 runs outside of a graph."""
-    runs = 5
+    """What each kernel adds to one layer of each kind, captured in sequence; mean of 5 replays.
+
+    Kernels are launched before those ahead of them end, so a kernel counts from the end of the one before it to its own
+    end; the first one, in full.
+    """
+    replays = 5
+    step.stack.overlap.enabled = False
     for kind in dict.fromkeys(step.stack.config.layer_kinds):
-        step.run_layer(kind)
+        added, calls = defaultdict[str, float](float), Counter[str]()
+        for spans in _replayed_spans(partial(step.run_layer, kind), replays):
+            ends = [spans[0][0], *(end for _, end, _ in spans)]
+            for before, (_, end, name) in zip(ends, spans, strict=False):
+                added[name] += max(0.0, end - before) / replays
+                calls[name] += 1
+        for name, microseconds in sorted(added.items(), key=lambda one: -one[1]):
+            row = {"kernel": name[:80], "calls": calls[name] / replays, "median_us": microseconds}
+            yield {**shape, "method": "kernel", "layer": kind.name.lower(), **row}
+    step.stack.overlap.enabled = True
+
+
+def _replayed_spans(call: Callable[[], object], replays: int) -> list[list[tuple[float, float, str]]]:
+    """(start, end, name) of every kernel of `call` as a graph, in microseconds, by their ends, for each of some replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(runs):
-                step.run_layer(kind)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            kept = call()
+        graph.replay()
+        found = []
+        for _ in range(replays):
             torch.cuda.synchronize()
-        events = [event for event in profile.key_averages() if event.self_device_time_total > 0]
-        for event in sorted(events, key=lambda one: -one.self_device_time_total):
-            yield {
-                **shape,
-                "method": "kernel",
-                "layer": kind.name.lower(),
-                "kernel": event.key[:80],
-                "calls": event.count / runs,
-                "median_us": event.self_device_time_total / runs,
-            }
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                graph.replay()
+                torch.cuda.synchronize()
+            events = [event for event in profile.events() or () if str(event.device_type).endswith("CUDA")]
+            spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
+            found.append(sorted(spans, key=lambda span: span[1]))
+    del kept
+    return found
 
 
 def _random_parameter(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4dist.kernels._triton.early_launch import start_next, wait_for_previous
+from dsv4dist.kernels._triton.early_launch import wait_for_previous
 from dsv4dist.kernels._triton.tiles import GROUP, GROUPS, attend_segment
 
 DIM = tl.constexpr(512)
+REDUCED = tl.constexpr(128)  # channels that one program of the reduction has
 
 
 @triton.jit
@@ -217,25 +218,27 @@ def sparse_decode_reduce_kernel(
     HAS_SINK: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """One program: one head of one query. A split with total = 0 was not written further: what was read is not used."""
-    start_next()
-    head = tl.program_id(0) % num_heads
-    query = (tl.program_id(0) // num_heads).to(tl.int64)
+    """One program: REDUCED channels of one head of one query. What a split with total = 0 left is read and not used.
+
+    REDUCED is small: where a thread has several loads, ptxas lets each wait for the one before it.
+    """
+    part = tl.program_id(0) % (DIM // REDUCED)
+    row = tl.program_id(0) // (DIM // REDUCED)
+    head = row % num_heads
+    query = (row // num_heads).to(tl.int64)
     if HAS_SINK:
         sink = tl.load(sink_ptr + head) * 1.4426950408889634  # a weight: nothing writes it
     wait_for_previous()
+    # All is asked for at once, without conditions: what is not there is read as the last split again, without weight.
     split = tl.arange(0, SPLITS)
-    at = (query * num_splits + split) * num_heads + head
-    there = split < num_splits
-    total = tl.load(total_ptr + at, mask=there, other=0.0)
-    top = tl.load(top_ptr + at, mask=there, other=float("-inf"))
-    channel = tl.arange(0, 512)
-    # All is asked for at once: to wait for the sums before reading what they belong to would cost more than it spares.
-    values = tl.load(acc_ptr + at[:, None] * DIM + channel[None, :], mask=there[:, None], other=0.0)
+    at = (query * num_splits + tl.minimum(split, num_splits - 1)) * num_heads + head
+    channel = part * REDUCED + tl.arange(0, REDUCED)
+    values = tl.load(acc_ptr + at[:, None] * DIM + channel[None, :])
+    total = tl.where(split < num_splits, tl.load(total_ptr + at), 0.0)
+    top = tl.load(top_ptr + at)
     if ROTATE:
-        position = tl.load(positions_ptr + query)
-        pair = tl.arange(0, 256)
-        at_table = cos_sin_ptr + position * GROUP + pair - 224
+        pair = part * (REDUCED // 2) + tl.arange(0, REDUCED // 2)
+        at_table = cos_sin_ptr + tl.load(positions_ptr + query) * GROUP + pair - 224
         cos = tl.load(at_table, mask=pair >= 224, other=1.0)
         sin = tl.load(at_table + 32, mask=pair >= 224, other=0.0)
     used = (total > 0.0) | (total != total)
@@ -250,8 +253,8 @@ def sparse_decode_reduce_kernel(
         whole += tl.exp2(sink - base)
     factor = tl.where(whole > 0.0, 1.0 / tl.maximum(whole, 1e-30), 0.0)
     value = tl.sum(tl.where(used[:, None], values * weight[:, None], 0.0), 0) * factor
-    out_row_ptr = out_ptr + query * stride_out + head.to(tl.int64) * stride_out_head
     if ROTATE:
-        even, odd = tl.split(tl.reshape(value, (256, 2)))
-        value = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (512,))
+        even, odd = tl.split(tl.reshape(value, (REDUCED // 2, 2)))
+        value = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (REDUCED,))
+    out_row_ptr = out_ptr + query * stride_out + head.to(tl.int64) * stride_out_head
     tl.store(out_row_ptr + channel, value.to(out_ptr.dtype.element_ty))

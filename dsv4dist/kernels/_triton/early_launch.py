@@ -32,13 +32,6 @@ def wait_for_previous():
         gdc_launch_dependents()
 
 
-@triton.jit
-def start_next():
-    """Let the next kernel start at once, before `wait_for_previous`: for a kernel in front of one that reads weights."""
-    if tl.target_info.cuda_capability_geq(9, 0):
-        gdc_launch_dependents()
-
-
 @gluon.jit
 def wait_for_previous_gluon():
     """`wait_for_previous` for kernels in Gluon."""
