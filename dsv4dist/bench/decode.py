@@ -183,7 +183,7 @@ def _kernel_rows(step: StackStep, shape: dict[str, Any]) -> Iterator[dict[str, A
 
 
 def _replayed_spans(call: Callable[[], object], replays: int) -> list[list[tuple[float, float, str]]]:
-    """(start, end, name) of every kernel of `call` as a graph, in microseconds, by their ends, for each of some replays."""
+    """(start, end, name) of every kernel of `call` in a graph, in microseconds, by their ends, for each replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
