@@ -195,7 +195,7 @@ def _replayed_spans(call: Callable[[], object], replays: int) -> list[list[tuple
         found = []
         for _ in range(replays):
             torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
                 graph.replay()
                 torch.cuda.synchronize()
             events = [event for event in profile.events() or () if str(event.device_type).endswith("CUDA")]

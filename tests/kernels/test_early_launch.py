@@ -17,7 +17,6 @@ READ_WEIGHTS_FIRST = {
     "_vector_kernel",
     "_rms_norm_kernel",
     "_qr_kv_norm_kernel",
-    "sparse_decode_reduce_kernel",
 }
 """These ask for weights, which no kernel writes, and wait before everything else."""
 

@@ -9,7 +9,6 @@ from dsv4dist.kernels._triton.early_launch import wait_for_previous
 from dsv4dist.kernels._triton.tiles import GROUP, GROUPS, attend_segment
 
 DIM = tl.constexpr(512)
-REDUCED = tl.constexpr(128)  # channels that one program of the reduction has
 
 
 @triton.jit
@@ -218,33 +217,18 @@ def sparse_decode_reduce_kernel(
     HAS_SINK: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """One program: REDUCED channels of one head of one query. What a split with total = 0 left is read and not used.
-
-    REDUCED is small: where a thread has several loads, ptxas lets each wait for the one before it.
-    """
-    part = tl.program_id(0) % (DIM // REDUCED)
-    row = tl.program_id(0) // (DIM // REDUCED)
-    head = row % num_heads
-    query = (row // num_heads).to(tl.int64)
-    if HAS_SINK:
-        sink = tl.load(sink_ptr + head) * 1.4426950408889634  # a weight: nothing writes it
+    """One program: one head of one query. A split with total = 0 was never written further and is not read."""
     wait_for_previous()
-    # All is asked for at once, without conditions: what is not there is read as the last split again, without weight.
+    head = tl.program_id(0) % num_heads
+    query = (tl.program_id(0) // num_heads).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    at = (query * num_splits + tl.minimum(split, num_splits - 1)) * num_heads + head
-    channel = part * REDUCED + tl.arange(0, REDUCED)
-    values = tl.load(acc_ptr + at[:, None] * DIM + channel[None, :])
-    total = tl.where(split < num_splits, tl.load(total_ptr + at), 0.0)
-    top = tl.load(top_ptr + at)
-    if ROTATE:
-        pair = part * (REDUCED // 2) + tl.arange(0, REDUCED // 2)
-        at_table = cos_sin_ptr + tl.load(positions_ptr + query) * GROUP + pair - 224
-        cos = tl.load(at_table, mask=pair >= 224, other=1.0)
-        sin = tl.load(at_table + 32, mask=pair >= 224, other=0.0)
+    at = (query * num_splits + split) * num_heads + head
+    total = tl.load(total_ptr + at, mask=split < num_splits, other=0.0)
     used = (total > 0.0) | (total != total)
-    top = tl.where(used, top, float("-inf"))
+    top = tl.load(top_ptr + at, mask=used, other=float("-inf"))
     highest = tl.max(top, 0)
     if HAS_SINK:
+        sink = tl.load(sink_ptr + head) * 1.4426950408889634
         highest = tl.maximum(highest, sink)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     weight = tl.where(used, tl.exp2(top - base), 0.0)
@@ -252,9 +236,16 @@ def sparse_decode_reduce_kernel(
     if HAS_SINK:
         whole += tl.exp2(sink - base)
     factor = tl.where(whole > 0.0, 1.0 / tl.maximum(whole, 1e-30), 0.0)
-    value = tl.sum(tl.where(used[:, None], values * weight[:, None], 0.0), 0) * factor
-    if ROTATE:
-        even, odd = tl.split(tl.reshape(value, (REDUCED // 2, 2)))
-        value = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (REDUCED,))
+    channel = tl.arange(0, 512)
+    values = tl.load(acc_ptr + at[:, None] * DIM + channel[None, :], mask=used[:, None], other=0.0)
+    value = tl.sum(values * weight[:, None], 0) * factor
     out_row_ptr = out_ptr + query * stride_out + head.to(tl.int64) * stride_out_head
+    if ROTATE:
+        position = tl.load(positions_ptr + query)
+        pair = tl.arange(0, 256)
+        at_table = cos_sin_ptr + position * GROUP + pair - 224
+        cos = tl.load(at_table, mask=pair >= 224, other=1.0)
+        sin = tl.load(at_table + 32, mask=pair >= 224, other=0.0)
+        even, odd = tl.split(tl.reshape(value, (256, 2)))
+        value = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (512,))
     tl.store(out_row_ptr + channel, value.to(out_ptr.dtype.element_ty))

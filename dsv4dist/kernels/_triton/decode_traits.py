@@ -39,7 +39,6 @@ class DecodeTraits:
     tiles       shapes by their number of heads, ascending
     wide_tile   the shape for fp32 keys, which need four times the registers
     fp8_tiles   as tiles, for caches in native fp8 alone; empty where `tiles` serve these too
-    lanes       threads of a warp
     """
 
     native_fp8: frozenset[Fp8Format]
@@ -48,7 +47,6 @@ class DecodeTraits:
     tiles: tuple[Tile, ...]
     wide_tile: Tile
     fp8_tiles: tuple[Tile, ...] = ()
-    lanes: int = 32
 
     def tile(self, num_heads: int, dtype: tl.dtype, fp8_only: bool, key_tiles: int) -> Tile:
         """The shape for `num_heads` local heads multiplied in `dtype`, and `key_tiles` tiles of keys over all queries.
@@ -100,14 +98,10 @@ _FP8_TILES = {
 }
 
 
-_WIDE_WARPS = ("gfx942", "gfx950")
-
-
 def traits_for(arch: str, num_units: int) -> DecodeTraits:
     """The traits of an architecture name as Triton spells it (gfx950, sm90), with defaults for unknown ones."""
     native, tiles, wide = _TILES.get(arch, _TILES["other"])
-    lanes = 64 if arch in _WIDE_WARPS else 32
-    return DecodeTraits(native, False, num_units, tiles, wide, _FP8_TILES.get(arch, ()), lanes)
+    return DecodeTraits(native, False, num_units, tiles, wide, _FP8_TILES.get(arch, ()))
 
 
 @functools.cache

@@ -12,11 +12,7 @@ import triton.language as tl
 from dsv4dist.arch import traits_by_name
 from dsv4dist.errors import UnsupportedError, one_error
 from dsv4dist.kernels._triton.compile_spec import ARCHS, POINTER_OF, CompileSpec, spec
-from dsv4dist.kernels._triton.decode_kernels import (
-    REDUCED,
-    sparse_decode_partial_kernel,
-    sparse_decode_reduce_kernel,
-)
+from dsv4dist.kernels._triton.decode_kernels import sparse_decode_partial_kernel, sparse_decode_reduce_kernel
 from dsv4dist.kernels._triton.decode_traits import DecodeTraits, Tile, traits_for, traits_of
 from dsv4dist.kernels._triton.early_launch import early_launch
 from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache
@@ -182,17 +178,11 @@ def _launch(
             BLOCK_H=tile.heads, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **early,
         )  # fmt: skip
         if not finish:
-            splits = triton.next_power_of_2(num_splits)
-            warps = _reduce_warps(splits, traits_of(q.device))
-            sparse_decode_reduce_kernel[(num_queries * num_heads * (HEAD_DIM // REDUCED.value),)](
+            sparse_decode_reduce_kernel[(num_queries * num_heads,)](
                 top, total, acc, sink_or_q, where, table, out, out.stride(0), out.stride(1), num_heads, num_splits,
-                SPLITS=splits, HAS_SINK=sink is not None, ROTATE=rotate, num_warps=warps, **early,
+                SPLITS=triton.next_power_of_2(num_splits), HAS_SINK=sink is not None, ROTATE=rotate, num_warps=4,
+                **early,
             )  # fmt: skip
-
-
-def _reduce_warps(splits: int, traits: DecodeTraits) -> int:
-    """So many that a thread has one load of 16 bytes: several would wait for each other."""
-    return min(512 // traits.lanes, max(1, splits * REDUCED.value // (4 * traits.lanes)))
 
 
 def _on(device: torch.device) -> torch.cuda.device:
@@ -327,7 +317,7 @@ def compile_specs() -> list[CompileSpec]:
                     for finish in (False, True):
                         one = _partial_spec(name, (main, extra), dtype, exact, tile, finish, arch)
                         specs.setdefault((name, arch, finish), one)
-    return [*specs.values(), *(_reduce_spec(splits, arch) for splits in (2, 4, 8, 16, 32) for arch in ARCHS)]
+    return [*specs.values(), *map(_reduce_spec, (2, 4, 8, 16, 32))]
 
 
 def _storage(block_size: int, fp8_format: Fp8Format | None) -> Segment:
@@ -400,7 +390,6 @@ def _partial_spec(
     )  # fmt: skip
 
 
-def _reduce_spec(splits: int, arch: str) -> CompileSpec:
+def _reduce_spec(splits: int) -> CompileSpec:
     values = {"SPLITS": splits, "HAS_SINK": True, "ROTATE": True}
-    return spec(sparse_decode_reduce_kernel, f"sparse_decode reduce {splits}", _RESULTS, constexprs=values,
-                num_warps=_reduce_warps(splits, traits_for(arch, 1)), archs=(arch,))  # fmt: skip
+    return spec(sparse_decode_reduce_kernel, f"sparse_decode reduce {splits}", _RESULTS, constexprs=values)
