@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dsv4dist.arch import arch_of
@@ -80,7 +81,11 @@ class AttentionStack:
 
 
 class StackStep:
-    """A decode step of `tokens` requests, each at position `context` - 1, over caches full of random entries."""
+    """A decode step of `tokens` requests over caches full of random entries; the first has `context` tokens.
+
+    Requests stand one token apart, as those of a server stand anywhere: the first completes an entry of every compressed
+    layer if ratios divide the context, and then every fourth one of a CSA layer, every 128th one of an HCA layer.
+    """
 
     def __init__(self, stack: AttentionStack, tokens: int, context: int) -> None:
         config, device = stack.config, stack.device
@@ -88,13 +93,16 @@ class StackStep:
         self.stack, self.max_len = stack, context + SPARE_TOKENS
         widths = decode_widths(groups, self.max_len, tokens_per_request=1)
         buffers = StepBuffers([tokens], tokens, widths, device, poison=False)
-        sections, num_blocks = _sections(groups, tokens, context)
+        lengths = context - np.arange(tokens) % min(128, context // 2)
+        sections, num_blocks = _sections(groups, lengths)
         self.sections = buffers.stage(sections, tokens)
         self.caches = allocate_caches(config, num_blocks, FP8_DS_MLA, arch_of(device).fp8_format, device, poison=False)
         for layer in self.caches:
             _fill(layer)
         self.x = torch.randn(tokens, config.hidden_size, device=device, dtype=torch.bfloat16)
-        self.cache_bytes = tokens * sum(_bytes_read(config, kind, context) for kind in config.layer_kinds)
+        self.cache_bytes = sum(
+            _bytes_read(config, kind, length) for length in lengths.tolist() for kind in config.layer_kinds
+        )
 
     def run(self) -> torch.Tensor:
         """All layers; returns what leaves the last one."""
@@ -222,14 +230,15 @@ def _random_parameter(
 
 
 def _sections(
-    groups: tuple[CacheGroup, ...], tokens: int, context: int
+    groups: tuple[CacheGroup, ...], lengths: npt.NDArray[np.int64]
 ) -> tuple[dict[str, Int32Array], dict[str, int]]:
-    """The packet's sections, and how many blocks of each group there are; blocks of requests lie scattered."""
+    """The packet's sections for requests of these lengths, and how many blocks of each group there are, scattered."""
     rng = np.random.default_rng(0)
+    tokens = len(lengths)
     zeros = np.zeros(tokens, np.int32)
     sections: dict[str, Int32Array] = {
         "query_start_loc": np.arange(tokens + 1, dtype=np.int32),
-        "seq_lens": np.full(tokens, context, np.int32),
+        "seq_lens": lengths.astype(np.int32),
         "row_kind": np.full(tokens, RowKind.SAMPLE, np.int32),
         **dict.fromkeys(("num_drafts", "temperature", "top_p", "top_k", "token_ids"), zeros),
         "seed": np.zeros((tokens, 2), np.int32),
@@ -239,12 +248,13 @@ def _sections(
         sections[f"{name}.first_block"], sections[f"{name}.blocks"] = zeros, np.zeros((tokens, 0), np.int32)
     num_blocks = {}
     for group in groups:
-        first = group.first_needed(context - 1) // group.block_tokens
-        per_request = (context - 1) // group.block_tokens + 1 - first
-        num_blocks[group.name] = tokens * per_request
-        blocks = rng.permutation(tokens * per_request).astype(np.int32)
-        sections[f"{group.name}.first_block"] = np.full(tokens, first, np.int32)
-        sections[f"{group.name}.blocks"] = blocks.reshape(tokens, per_request)
+        last = (lengths - 1) // group.block_tokens
+        first = np.array([group.first_needed(length - 1) // group.block_tokens for length in lengths.tolist()])
+        width = int((last - first).max()) + 1
+        num_blocks[group.name] = tokens * width
+        blocks = rng.permutation(tokens * width).astype(np.int32)
+        sections[f"{group.name}.first_block"] = first.astype(np.int32)
+        sections[f"{group.name}.blocks"] = blocks.reshape(tokens, width)
     return sections, num_blocks
 
 

@@ -379,7 +379,7 @@ def sparse_decode_partial_cdna_kernel(
     heads_left = num_heads - first_head
     head = first_head + gl.arange(0, HEADS, BY_HEAD)
     wanted = head < num_heads
-    head_at = (query * num_splits + split) * num_heads + head
+    head_at = (query * num_heads + head) * num_splits + split
     line = query * stride_out + head.to(gl.int64) * stride_out_head
     if begin >= end:
         if FINISH:

@@ -152,9 +152,9 @@ def sparse_decode_partial_kernel(
     main_last = tl.minimum(main_begin + end * BLOCK_K, main_end)
     extra_first = extra_begin + tl.maximum(begin - main_tiles, 0) * BLOCK_K
     extra_last = tl.minimum(extra_begin + (end - main_tiles) * BLOCK_K, extra_end)
-    row = query * num_splits + split
+    at = (query * num_heads + head) * num_splits + split
     if (not FINISH) and (begin >= tiles):
-        tl.store(total_ptr + row * num_heads + head, 0.0, mask=present)
+        tl.store(total_ptr + at, 0.0, mask=present)
         return
     query_ptr = q_ptr + query * stride_q
     top, total, acc = attend(
@@ -192,7 +192,6 @@ def sparse_decode_partial_kernel(
                 value = rotate_back(value, cos_sin_ptr, tl.load(positions_ptr + query), BLOCK_H)
             tl.store(row_ptr + g * GROUP, value.to(out_ptr.dtype.element_ty), mask=present[:, None])
     else:
-        at = row * num_heads + head
         tl.store(top_ptr + at, top, mask=present)
         tl.store(total_ptr + at, total, mask=present)
         acc_row_ptr = acc_ptr + at[:, None] * DIM + channel
@@ -222,7 +221,7 @@ def sparse_decode_reduce_kernel(
     head = tl.program_id(0) % num_heads
     query = (tl.program_id(0) // num_heads).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    at = (query * num_splits + split) * num_heads + head
+    at = (query * num_heads + head) * num_splits + split
     total = tl.load(total_ptr + at, mask=split < num_splits, other=0.0)
     used = (total > 0.0) | (total != total)
     top = tl.load(top_ptr + at, mask=used, other=float("-inf"))

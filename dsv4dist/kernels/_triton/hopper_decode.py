@@ -294,14 +294,13 @@ def sparse_decode_hopper_kernel(
     share = gl.cdiv(tiles, num_splits)
     begin = split * share
     end = gl.minimum(begin + share, tiles)
-    row = query * num_splits + split
     heads_left = num_heads - first_head
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEADS, 16])
     BY_HEAD: gl.constexpr = gl.SliceLayout(0, VALUES)
     PARTS: gl.constexpr = 32 // WARPS
     CHANNELS: gl.constexpr = 16 * WARPS
     lane = gl.arange(0, HEADS, BY_HEAD)
-    head_at = row * num_heads + first_head + lane
+    head_at = (query * num_heads + first_head + lane) * num_splits + split
     if (not FINISH) and (begin >= tiles):
         gl.store(total_ptr + head_at, gl.zeros((HEADS,), gl.float32, BY_HEAD), mask=lane < heads_left)
     else:
@@ -362,7 +361,7 @@ def sparse_decode_hopper_kernel(
                 for g in gl.static_range(PARTS):
                     gl.store(to_ptr + g * CHANNELS, acc[g], mask=(lane < heads_left)[None, :])
             else:
-                line = (row * num_heads + first_head + out_head) * 512
+                line = ((query * num_heads + first_head + out_head) * num_splits + split) * 512
                 for g in gl.static_range(PARTS):
                     value = gl.convert_layout(gl.permute(acc[g], (1, 0)), OUT)
                     gl.store(acc_ptr + line[:, None] + (channel + g * CHANNELS)[None, :], value, mask=wanted)
