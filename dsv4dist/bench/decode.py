@@ -83,8 +83,8 @@ class AttentionStack:
 class StackStep:
     """A decode step of `tokens` requests over caches full of random entries; the first has `context` tokens.
 
-    Requests stand one token apart, as those of a server stand anywhere: the first completes an entry of every compressed
-    layer if ratios divide the context, and then every fourth one of a CSA layer, every 128th one of an HCA layer.
+    Requests stand one token apart, as a server's stand anywhere: where ratios divide the context, the first completes
+    an entry of every compressed layer, and from there every fourth one of a CSA layer, every 128th of an HCA layer.
     """
 
     def __init__(self, stack: AttentionStack, tokens: int, context: int) -> None:

@@ -20,9 +20,8 @@ class Ops:
     compress_state: Callable[..., Any]
     compress_store: Callable[..., Any]
     indexer_query: Callable[..., Any]
-    select_entries: Callable[..., Any]
+    select_key_list: Callable[..., Any]
     window_key_list: Callable[..., Any]
-    entry_key_list: Callable[..., Any]
     visible_key_list: Callable[..., Any]
     sparse_attention: Callable[..., Any]
     grouped_matmul: Callable[..., Any]
@@ -53,9 +52,8 @@ def reference_ops() -> Ops:
         compress_state=compress.compress_state,
         compress_store=compress.compress_store,
         indexer_query=indexer.indexer_query,
-        select_entries=indexer.select_entries,
+        select_key_list=indexer.select_key_list,
         window_key_list=key_lists.window_key_list,
-        entry_key_list=key_lists.entry_key_list,
         visible_key_list=key_lists.visible_key_list,
         sparse_attention=sparse_attention.sparse_attention,
         grouped_matmul=grouped_matmul.grouped_matmul,
@@ -93,9 +91,8 @@ def triton_ops() -> Ops:
         compress_state=compress.compress_state,
         compress_store=compress.compress_store,
         indexer_query=indexer_query.indexer_query,
-        select_entries=indexer_logits.select_entries,
+        select_key_list=indexer_logits.select_key_list,
         window_key_list=key_lists.window_key_list,
-        entry_key_list=key_lists.entry_key_list,
         visible_key_list=key_lists.visible_key_list,
         sparse_attention=sparse_decode.sparse_attention,
         grouped_matmul=grouped_matmul.grouped_matmul,

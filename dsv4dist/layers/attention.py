@@ -141,8 +141,7 @@ class Attention:
             assert compressed.key_list is not None, "HCA lists its entries in the step metadata"
             return Segment(caches.entries, *compressed.key_list)
         assert caches.index_keys is not None, "a CSA layer has an index key cache"
-        selected = self.indexer(index_q, leftovers[-1], step, compressed, caches.index_keys)
-        return Segment(caches.entries, *self.ops.entry_key_list(compressed.table, step.token_to_req, selected))
+        return Segment(caches.entries, *self.indexer(index_q, leftovers[-1], step, compressed, caches.index_keys))
 
     def _project(self, out: torch.Tensor) -> torch.Tensor:
         """Grouped output projection of out [T, h, D]; each rank holds whole groups, the sum over ranks is y."""

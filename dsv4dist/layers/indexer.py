@@ -28,14 +28,14 @@ class Indexer:
         step: StepMetadata,
         compressed: CompressedMetadata,
         keys: PagedCache,
-    ) -> torch.Tensor:
-        """The selected entries, int32 [T, index_topk], valid ones first; `compressor` has stored this step's keys.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slots of the selected entries, (indices, indptr); `compressor` has stored this step's keys.
 
         q [T, Hi * Di], products with `wq_b`; head_weights fp32 [T, Hi], with `weights_proj`
         """
         q = q.view(len(q), self.config.index_n_heads, self.config.index_head_dim)
         q, head_weights = self.ops.indexer_query(q, head_weights, step.positions, self.cos_sin, keys.fp8_format)
-        selected: torch.Tensor = self.ops.select_entries(
+        key_list: tuple[torch.Tensor, torch.Tensor] = self.ops.select_key_list(
             q,
             head_weights,
             keys,
@@ -45,4 +45,4 @@ class Indexer:
             self.config.index_topk,
             compressed.max_visible,
         )
-        return selected
+        return key_list

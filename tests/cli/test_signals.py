@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,16 @@ def wait_for(condition: Callable[[], bool], command: Command) -> None:
         time.sleep(0.05)
 
 
+@contextmanager
+def hangups(handler: signal.Handlers) -> Iterator[None]:
+    """SIGHUP is handled so in what is started inside: a child inherits whether it is ignored, as by nohup."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def has_a_line(output: Path) -> bool:
     return output.exists() and output.stat().st_size > 0
 
@@ -99,7 +110,8 @@ def test_finished_results_are_kept(
 ) -> None:
     output = tmp_path / "out.jsonl"
     more = [*LOCAL[:-1], "4096", "--input", long_work(tmp_path), "--output", output]
-    command = start("generate", "--model", checkpoint("tiny-swa"), *more)
+    with hangups(signal.SIG_DFL):
+        command = start("generate", "--model", checkpoint("tiny-swa"), *more)
     wait_for(lambda: has_a_line(output), command)
     errors = command.end(signal.SIGHUP)
     assert command.process.returncode == 128 + signal.SIGHUP
@@ -110,14 +122,10 @@ def test_finished_results_are_kept(
 def test_an_ignored_signal_stays_ignored(
     checkpoint: Callable[..., Path], start: Callable[..., Command], tmp_path: Path
 ) -> None:
-    """As under nohup."""
     output = tmp_path / "out.jsonl"
     more = [*LOCAL[:-1], "4096", "--input", long_work(tmp_path), "--output", output]
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the child
-    try:
+    with hangups(signal.SIG_IGN):
         command = start("generate", "--model", checkpoint("tiny-swa"), *more)
-    finally:
-        signal.signal(signal.SIGHUP, before)
     wait_for(lambda: has_a_line(output), command)
     os.killpg(command.process.pid, signal.SIGHUP)
     time.sleep(1)

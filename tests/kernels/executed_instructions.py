@@ -80,9 +80,9 @@ def calls(fp8_format: Fp8Format) -> Iterator[Call]:
     yield Call("indexer_logits, 64 heads, 512 entries", "indexer.indexer_logits",
                (index_q8, weights, index_keys(8, fp8_format), block_table(8, 64), zero, entries),
                "indexer_logits")  # fmt: skip
+    table64 = block_table(16, 64)
     yield Call("topk_entries, 512 of 4,096", "indexer.topk_entries", (torch.randn(1, 4096), torch.tensor([4096]), 512),
                "topk")  # fmt: skip
-    table64 = block_table(16, 64)
     yield Call("window_key_list, 128", "key_lists.window_key_list", (table64, zero, torch.tensor([900]), 128))
     yield Call("window_key_list, 128, 65 tokens", "key_lists.window_key_list",
                (table64, torch.zeros(65, dtype=long), torch.arange(500, 565), 128))  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.implementations import HAS_GPU, Implementation, implementations
 from tests.support.e4m3 import random_bytes, values_of
+from tests.support.pages import slot_of
 from tests.support.poison import poisoned, uninitialised_memory_poisoned
 
 from dsv4dist.errors import ShapeError, UnsupportedError  # isort: skip
@@ -17,7 +18,7 @@ from dsv4dist.kernels.block_table import BlockTable  # isort: skip
 from dsv4dist.kernels.paged_cache import CacheFormat, Fp8Format, PagedCache  # isort: skip
 from dsv4dist.kernels.reference import indexer as reference_indexer  # isort: skip
 
-SELECT = implementations("indexer.select_entries", triton="indexer_logits")
+SELECT = implementations("indexer.select_key_list", triton="indexer_logits")
 LOGITS = implementations("indexer.indexer_logits", triton="indexer_logits")
 OCP, FNUZ = Fp8Format.OCP, Fp8Format.FNUZ
 LENGTHS = (0, 1, 3, 4, 63, 64, 65, 127, 128, 129)
@@ -224,17 +225,21 @@ def test_slices_of_a_prompt_equal_the_whole() -> None:
     q, _ = query((tokens, 2, 32), torch.float32, seed=14)
     weights = torch.rand(tokens, 2)
     reqs = torch.tensor([0] * 14 + [1] * 7)
-    lens = torch.tensor([*range(37, 51), *range(24, 31)])
+    lens = torch.tensor([*range(37, 51), *range(5, 12)])  # the last rows select all they have
     cache, table = keys.on(DEVICE)
     arguments = (q.to(DEVICE), weights.to(DEVICE), cache, table, reqs.to(DEVICE), lens.to(DEVICE), 12)
     with uninitialised_memory_poisoned():
-        whole = triton_logits.select_entries(*arguments)
-        parts = triton_logits.select_entries(*arguments, max_entries=64, logits_bytes=3 * 64 * 4)
-    logits = reference_indexer.indexer_logits(q, weights, *keys.on(torch.device("cpu")), reqs, lens)
-    assert torch.equal(whole.cpu(), reference_indexer.topk_entries(logits, lens, 12))
-    assert torch.equal(parts, whole)
-    nothing = triton_logits.select_entries(*(x[:0] for x in arguments[:2]), cache, table, reqs[:0], lens[:0], 12)
-    assert nothing.shape == (0, 12)
+        whole = triton_logits.select_key_list(*arguments)
+        parts = triton_logits.select_key_list(*arguments, max_entries=64, logits_bytes=3 * 64 * 4)
+    on_cpu = keys.on(torch.device("cpu"))
+    expected, ends = reference_indexer.select_key_list(q, weights, *on_cpu, reqs, lens, 12, 64)
+    assert ends.tolist() == [0, *(torch.minimum(lens, torch.tensor(12)).cumsum(0).tolist())]
+    for indices, indptr in (whole, parts):
+        assert indices.numel() == tokens * 12
+        assert torch.equal(indptr.cpu(), ends)
+        assert torch.equal(indices[: int(ends[-1])].cpu(), expected)
+    nothing = triton_logits.select_key_list(*(x[:0] for x in arguments[:2]), cache, table, reqs[:0], lens[:0], 12)
+    assert [one.tolist() for one in nothing] == [[], [0]]
 
 
 @pytest.mark.parametrize("implementation", SELECT)
@@ -245,13 +250,16 @@ def test_a_planted_key_far_back_is_selected(implementation: Implementation) -> N
     q, values = query((1, heads, DIM), OCP, seed=12)
     weights = torch.rand(1, heads, generator=torch.Generator().manual_seed(13))
     device = implementation.device
+    _, on_cpu = keys.on(torch.device("cpu"))
 
     def select() -> set[int]:
         cache, table = keys.on(device)
         rows = torch.tensor([0]).to(device), torch.tensor([count]).to(device)
         with uninitialised_memory_poisoned():
-            found = implementation.op(q.to(device), weights.to(device), cache, table, *rows, k, count)
-        return set(found[0].tolist())
+            slots, ends = implementation.op(q.to(device), weights.to(device), cache, table, *rows, k, count)
+        assert ends.tolist() == [0, k]
+        entry_of = {slot_of(on_cpu, 0, entry): entry for entry in range(count)}
+        return {entry_of[slot] for slot in slots[:k].tolist()}
 
     before = select()
     needle = next(entry for entry in range(count) if entry not in before)
@@ -274,7 +282,7 @@ def test_logits_of_a_slice_stay_within_the_budget(monkeypatch: pytest.MonkeyPatc
         return torch.empty(q.shape[0], 1).expand(-1, max_entries)
 
     monkeypatch.setattr(triton_logits, "indexer_logits", record)
-    monkeypatch.setattr(triton_logits, "topk_entries", lambda logits, lens, k: torch.empty(len(lens), k))
+    monkeypatch.setattr(triton_logits, "topk_slots", lambda *_: None)
     keys = Keys([1], 64, None, seed=15, dim=1)
     cache, table = keys.on(torch.device("cpu"))
     tokens = 16_384
@@ -286,10 +294,10 @@ def test_logits_of_a_slice_stay_within_the_budget(monkeypatch: pytest.MonkeyPatc
         torch.zeros(tokens, dtype=torch.int64),
     )
     lens = torch.full((tokens,), 4096)
-    triton_logits.select_entries(*arguments, lens, 8)
+    triton_logits.select_key_list(*arguments, lens, 8)
     assert sizes == [tokens * 4096 * 4]
     sizes.clear()
-    triton_logits.select_entries(*arguments, lens, 8, logits_bytes=1 << 20)
+    triton_logits.select_key_list(*arguments, lens, 8, logits_bytes=1 << 20)
     assert max(sizes) <= 1 << 20
     assert sum(sizes) == tokens * 4096 * 4
 

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.implementations import HAS_GPU, Implementation, implementations
+from tests.support.pages import random_table, slot_of
 from tests.support.poison import uninitialised_memory_poisoned
 
 from dsv4dist.errors import ShapeError  # isort: skip
 from dsv4dist.kernels._triton import topk as triton_topk  # isort: skip
+from dsv4dist.kernels.block_table import BlockTable  # isort: skip
 
 TOPK = implementations("indexer.topk_entries", triton="topk")
+SLOTS = implementations("indexer.topk_slots", triton="topk")[1:]
 LENGTHS = (0, 1, 3, 4, 63, 64, 65, 127, 128, 129, 511, 512, 513)
 INF, NAN = math.inf, math.nan
 
@@ -113,6 +116,75 @@ def test_rows_with_a_pitch(implementation: Implementation) -> None:
     check(implementation, [random_row(100, seed=11), random_row(37, seed=12)], 16, pitch=161)
 
 
+@pytest.mark.parametrize("implementation", SLOTS)
+@pytest.mark.parametrize("tile", [0, 64])
+@pytest.mark.parametrize("cuts", [[0, 13], [0, 1, 6, 13]], ids=["whole", "slices"])
+def test_slots_as_a_ragged_list(implementation: Implementation, tile: int, cuts: list[int]) -> None:
+    """Each row's slots lie behind those of all earlier rows, also of earlier slices; what has no slot is -1."""
+    k, width, device = 32, 130 if tile else 513, implementation.device
+    source = torch.Generator().manual_seed(16)
+    table, _ = random_table([700, 600, 520], 16, source, torch.device("cpu"), first=1)
+    table.blocks[1, 3] = -1
+    lens = [*LENGTHS[1:9], 0, -5, 31, 32, 600]
+    reqs = [0] * 5 + [1] * 6 + [2] * 2
+    rows = [random_row(max(n, 0), seed=n) for n in lens]
+    logits = torch.full((len(rows), width), NAN)
+    for row, values in zip(logits, rows, strict=True):
+        row[: len(values)] = torch.tensor(values[:width])
+        row[len(values) :: 2] = INF
+    entries = [
+        [e for e in expected(row[: max(n, 0)].tolist(), k) if e >= 0] for row, n in zip(logits, lens, strict=True)
+    ]
+    on_device = BlockTable(table.blocks.to(device), table.first_block.to(device), table.block_size)
+    indices = torch.full((len(rows) * k,), 77, dtype=torch.int32, device=device)
+    indptr = torch.full((len(rows) + 1,), 77, dtype=torch.int32, device=device)
+    whole = (torch.tensor(lens, device=device), torch.tensor(reqs, device=device))
+    with uninitialised_memory_poisoned():
+        for first, end in itertools.pairwise(cuts):
+            part = logits[first:end].clone().to(device)  # memory of its own, as a slice's logits have
+            implementation.op(part, whole[0], k, on_device, whole[1], indices, indptr, first, tile=tile)
+    ends = [0, *itertools.accumulate(map(len, entries))]
+    assert indptr.tolist() == ends
+    slots = [slot_of(table, req, entry) for req, row in zip(reqs, entries, strict=True) for entry in row]
+    assert -1 in slots
+    assert indices[: ends[-1]].tolist() == slots
+    assert set(indices[ends[-1] :].tolist()) <= {77}, "something is written behind the list"
+
+
+@pytest.mark.parametrize("implementation", SLOTS)
+def test_slots_of_thousands_of_rows(implementation: Implementation) -> None:
+    """More earlier rows than are added up at once, and rows without any entry."""
+    count, k, device = 2100, 2, implementation.device
+    table, _ = random_table([8], 4, torch.Generator().manual_seed(17), torch.device("cpu"))
+    on_device = BlockTable(table.blocks.to(device), table.first_block.to(device), table.block_size)
+    lens = torch.arange(count) % 4
+    logits = torch.tensor([[3.0, 1.0, 2.0]]).expand(3, 3).contiguous().to(device)
+    indices = torch.full((count * k,), 77, dtype=torch.int32, device=device)
+    indptr = torch.full((count + 1,), 77, dtype=torch.int32, device=device)
+    reqs = torch.zeros(count, dtype=torch.int64, device=device)
+    implementation.op(logits, lens.to(device), k, on_device, reqs, indices, indptr, count - 3)
+    ends = lens.clamp_max(k).cumsum(0).tolist()
+    assert indptr.tolist() == [77] * (count - 2) + ends[-3:]
+    chosen = [slot_of(table, 0, entry) for entries in ([0], [0, 1], [0, 2]) for entry in entries]
+    assert indices[ends[-4] : ends[-1]].tolist() == chosen
+
+
+@pytest.mark.parametrize("implementation", SLOTS)
+@pytest.mark.parametrize(("k", "width"), [(0, 5), (4, 0)])
+def test_lists_of_nothing(implementation: Implementation, k: int, width: int) -> None:
+    device = implementation.device
+    table = BlockTable(
+        torch.zeros(1, 2, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device), 4
+    )
+    indices, indptr = (
+        torch.empty(3 * k, dtype=torch.int32, device=device),
+        torch.full((4,), 9, dtype=torch.int32, device=device),
+    )
+    rows = torch.tensor([2, 0, 1], device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    implementation.op(torch.zeros(3, width, device=device), rows[0], k, table, rows[1], indices, indptr)
+    assert indptr.tolist() == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("implementation", TOPK)
 def test_shards_merge_to_the_whole(implementation: Implementation) -> None:
     """The winners of a row's shards, compared by logit and then entry, hold the winners of the row."""
@@ -174,9 +246,17 @@ def test_refuses_what_it_cannot_do() -> None:
     logits, lens = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ShapeError, match="logits: expected fp32"):
         triton_topk.topk_entries(logits.double(), lens, 4)
-    with pytest.raises(ShapeError, match="lens: expected int32 or int64"):
+    with pytest.raises(ShapeError, match="lens: expected"):
         triton_topk.topk_entries(logits, lens[:1], 4)
     with pytest.raises(ShapeError, match="k: expected 0 to"):
         triton_topk.topk_entries(logits, lens, -1)
     with pytest.raises(ShapeError, match="tile: expected a power of two"):
         triton_topk.topk_entries(logits, lens, 40, tile=64)
+    table = BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 4)
+    indices, indptr = torch.empty(8, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    with pytest.raises(ShapeError, match="rows of logits: expected at most 2"):
+        triton_topk.topk_slots(logits, lens, 4, table, lens, indices, indptr, 1)
+    with pytest.raises(ShapeError, match="token_to_req"):
+        triton_topk.topk_slots(logits, lens, 4, table, lens[:1], indices, indptr)
+    with pytest.raises(ShapeError, match="indices: expected contiguous int32, 8 or more"):
+        triton_topk.topk_slots(logits, lens, 4, table, lens, indices[:7], indptr)

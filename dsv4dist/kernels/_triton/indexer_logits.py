@@ -14,12 +14,12 @@ from dsv4dist.kernels._triton.block_matmul import FORMATS, arch_traits
 from dsv4dist.kernels._triton.compile_spec import ARCHS, POINTER_OF, CompileSpec, spec
 from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
 from dsv4dist.kernels._triton.quantise import decode_e4m3
-from dsv4dist.kernels._triton.topk import topk_entries
+from dsv4dist.kernels._triton.topk import topk_slots
 from dsv4dist.kernels.block_table import BlockTable
 from dsv4dist.kernels.paged_cache import INDEX_DIM, INDEX_SCALE_BYTES, CacheFormat, Fp8Format, PagedCache
 
 LOGITS_BYTES = 512 << 20
-"""Bound on the logits that `select_entries` holds at once; results do not depend on it."""
+"""Bound on the logits that `select_key_list` holds at once; results do not depend on it."""
 PITCH = 16  # rows of logits start at multiples of this many columns, so that they can be read in wide loads
 PROGRAMS_PER_UNIT = 4
 MANY_TOKENS = 512  # from here on a program scores several tokens against each tile of keys
@@ -219,7 +219,7 @@ def indexer_logits(
     return logits
 
 
-def select_entries(
+def select_key_list(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: PagedCache,
@@ -230,22 +230,25 @@ def select_entries(
     max_entries: int | None = None,
     *,
     logits_bytes: int = LOGITS_BYTES,
-) -> torch.Tensor:
-    """`indexer_logits` and `topk_entries` in slices of tokens whose logits fit `logits_bytes`: int32 [T, k].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of each token's `k` best entries: `indexer_logits` and `topk_slots`, in slices of `logits_bytes`.
 
-    Arguments as there. Keys are read where they are stored, so a slice shares nothing with the one before it.
+    Arguments as there. Returns indices int32 [T * k], of which the first indptr[T] are defined, and indptr int32 [T + 1].
+    Keys are read where they are stored, so a slice shares nothing with the one before it.
+    Capture: with max_entries launches depend on sizes only.
     """
     tokens = q.shape[0]
     if max_entries is None:
         max_entries = max(0, int(visible_lens.max())) if tokens else 0
+    indices = torch.empty(tokens * k, dtype=torch.int32, device=q.device)
+    indptr = (torch.empty if tokens else torch.zeros)(tokens + 1, dtype=torch.int32, device=q.device)
     rows = max(1, logits_bytes // max(1, -(-max_entries // PITCH) * PITCH * 4))
-    parts = []
-    for first in range(0, max(tokens, 1), rows):
+    for first in range(0, tokens, rows):
         part = slice(first, first + rows)
-        lens = visible_lens[part]
-        logits = indexer_logits(q[part], weights[part], cache, table, token_to_req[part], lens, max_entries=max_entries)
-        parts.append(topk_entries(logits, lens, k))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        reqs, lens = token_to_req[part], visible_lens[part]
+        logits = indexer_logits(q[part], weights[part], cache, table, reqs, lens, max_entries=max_entries)
+        topk_slots(logits, visible_lens, k, table, token_to_req, indices, indptr, first)
+    return indices, indptr
 
 
 def _constants(q: torch.Tensor, cache: PagedCache, arch: ArchTraits) -> dict[str, Any]:

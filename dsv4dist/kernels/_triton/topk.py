@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 
 from dsv4dist.errors import ShapeError
+from dsv4dist.kernels._triton.checks import check_integers, check_table
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 from dsv4dist.kernels._triton.early_launch import early_launch, wait_for_previous
+from dsv4dist.kernels._triton.quantise import lookup_slots
+from dsv4dist.kernels.block_table import BlockTable
 
 NO_ENTRY = tl.constexpr(-(1 << 31))  # key of a column that is not there; below the key of -inf
 MIN_TILE = 64
@@ -18,6 +21,7 @@ TILE = 4096
 EAGER_PROGRAMS = 128  # so few programs wait for memory, rather than share its rate
 MAX_TILE = 32768  # counts and places of a tile fit 16 bits
 KEYS_PER_THREAD = 16
+LENS = tl.constexpr(1024)  # lengths of earlier rows that are added up at once
 
 
 @triton.jit
@@ -104,25 +108,50 @@ def _store_chosen(out_entry_ptr, out_key_ptr, entry, key, rank, seen, spare, LAS
 
 
 @triton.jit
+def _start_of_list(lens_ptr, indptr_ptr, row, most):
+    """How many entries all rows before `row` choose, which each is min(length, most); notes where the row's own end."""
+    before = tl.full((), 0, tl.int32)
+    for start in range(0, row.to(tl.int32), LENS):
+        earlier = start + tl.arange(0, LENS)
+        length = tl.load(lens_ptr + earlier, mask=earlier < row, other=0).to(tl.int32)
+        before += tl.sum(tl.minimum(tl.maximum(length, 0), most), 0)
+    own = tl.minimum(tl.maximum(tl.load(lens_ptr + row).to(tl.int32), 0), most)
+    tl.store(indptr_ptr + row + 1, before + own)
+    tl.store(indptr_ptr + row, before, mask=row == 0)
+    return before
+
+
+@triton.jit(do_not_specialize=("first_row",))
 def _topk_kernel(
     key_ptr,
     entry_ptr,
     lens_ptr,
     out_entry_ptr,
     out_key_ptr,
+    req_ptr,
+    blocks_ptr,
+    first_block_ptr,
+    indptr_ptr,
     width,
     readable,
     k,
+    most,
+    first_row,
     stride_key_row,
     stride_out_row,
+    stride_req,
+    num_columns,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     EAGER: tl.constexpr,
     TILE: tl.constexpr,
     K_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     """Tile `tile` of row `row`: its k largest keys, ascending by entry, then NO_ENTRY and -1.
 
+    Rows of `lens`, requests and lists count from `first_row`. BLOCK_SIZE > 0, only with LAST: slots of the entries are
+    stored behind those of all earlier rows, each of which has min(length, most), and nothing behind them.
     FIRST: columns are logits, read as bits, valid below the row's length, and a column is its own entry; otherwise they
     are the winners of earlier tiles. LAST: keys are not written. Columns below `readable` >= width exist in memory.
     EAGER: all columns are read, before the row's length has arrived.
@@ -134,13 +163,16 @@ def _topk_kernel(
     column = tile * TILE + lane
     count = width
     if FIRST:
-        count = tl.minimum(tl.load(lens_ptr + row).to(tl.int32), width)
+        count = tl.minimum(tl.load(lens_ptr + first_row + row).to(tl.int32), width)
     row_key_ptr = key_ptr + row * stride_key_row
     # Whole groups of 4 columns, so that loads are wide where rows are aligned: up to 3 undefined ones come along.
     inside = column < tl.minimum(tl.cdiv(width if EAGER else count, 4) * 4, readable)
     if EAGER:
         key = tl.load(row_key_ptr + column, mask=inside, other=NO_ENTRY)
-    out_entry_ptr += row * stride_out_row + tile.to(tl.int64) * k
+    if BLOCK_SIZE:
+        out_entry_ptr += _start_of_list(lens_ptr, indptr_ptr, first_row + row, most)
+    else:
+        out_entry_ptr += row * stride_out_row + tile.to(tl.int64) * k
     if not LAST:
         out_key_ptr += row * stride_out_row + tile.to(tl.int64) * k
     total = tl.full((), 0, tl.int32)
@@ -152,6 +184,11 @@ def _topk_kernel(
             entry = column
         else:
             entry = tl.load(entry_ptr + row * stride_key_row + column, mask=inside, other=-1)
+        if BLOCK_SIZE:  # of all entries, where they lie as they were loaded: the chosen ones are scattered
+            req = tl.load(req_ptr + first_row + row).to(tl.int64)
+            blocks = blocks_ptr + req * stride_req
+            first_block = tl.load(first_block_ptr + req)
+            entry = lookup_slots(blocks, first_block, entry, column < width, num_columns, BLOCK_SIZE).to(tl.int32)
         # Four parts, so that a thread can store one entry at a time from where it has loaded four.
         key0, key1, key2, key3 = split_by_four(tl.where(column < count, key, NO_ENTRY))
         entry0, entry1, entry2, entry3 = split_by_four(entry)
@@ -167,7 +204,7 @@ def _topk_kernel(
         _store_chosen(out_entry_ptr, out_key_ptr, entry1, key1, rank1, seen1, spare, LAST)
         _store_chosen(out_entry_ptr, out_key_ptr, entry2, key2, rank2, seen2, spare, LAST)
         _store_chosen(out_entry_ptr, out_key_ptr, entry3, key3, rank3, seen2 + rank3, spare, LAST)
-    if total < k:
+    if (BLOCK_SIZE == 0) & (total < k):
         rest = tl.arange(0, K_PADDED)
         unused = (rest >= total) & (rest < k)
         tl.store(out_entry_ptr + rest, tl.full((K_PADDED,), -1, tl.int32), mask=unused)
@@ -184,38 +221,97 @@ def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int, *, tile: int 
     Ties go to the lowest entry; -0 equals 0. Returns int32 [T, k], the valid entries first, then -1.
     Capture: launches depend on sizes only.  Raises: ShapeError.
     """
-    rows, width = logits.shape
     _check(logits, lens, k, tile)
-    out = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
-    if rows == 0 or k == 0:
-        return out
-    lens = lens.contiguous()
+    if lens.shape != logits.shape[:1]:
+        raise ShapeError("lens", f"{[logits.shape[0]]}", list(lens.shape))
+    out = torch.empty((logits.shape[0], k), dtype=torch.int32, device=logits.device)
+    if out.numel():
+        _search(logits, lens.contiguous(), 0, k, tile, out, None)
+    return out
+
+
+def topk_slots(
+    logits: torch.Tensor,
+    lens: torch.Tensor,
+    k: int,
+    table: BlockTable,
+    token_to_req: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    first_row: int = 0,
+    *,
+    tile: int = 0,
+) -> None:
+    """Write the slots of what `topk_entries` chooses as a ragged list, each row behind all earlier ones (spec 3.5).
+
+        logits              [T, W] as there, rows first_row to first_row + T - 1 of the list
+        lens, token_to_req  [N] int32 or int64, of all rows of the list
+        table               where each request keeps its entries; one that is not there is listed as -1
+        indices             int32 [>= N * k], of which these rows' part is written
+        indptr              int32 [N + 1], of which these rows' ends are written, and with first_row = 0 the 0 in front
+    Row t has min(lens[t], W, k) slots.  Capture: launches depend on sizes only.  Raises: ShapeError.
+    """
+    _check(logits, lens, k, tile)
+    rows = len(lens)
+    if not 0 <= first_row <= rows - logits.shape[0]:
+        raise ShapeError("rows of logits", f"at most {rows}", f"{first_row} + {logits.shape[0]}")
+    check_integers("token_to_req", token_to_req, (rows,))
+    check_table("table", table)
+    for name, one, size in (("indices", indices, rows * k), ("indptr", indptr, rows + 1)):
+        if one.dtype != torch.int32 or one.dim() != 1 or one.numel() < size or one.stride(0) != 1:
+            raise ShapeError(name, f"contiguous int32, {size} or more", f"{one.dtype} {list(one.shape)}")
+    if k == 0 or logits.shape[1] == 0:
+        indptr[first_row : first_row + logits.shape[0] + 1] = 0
+    elif len(logits):
+        lists = (token_to_req.contiguous(), table.blocks, table.first_block, indptr)
+        _search(logits, lens.contiguous(), first_row, k, tile, indices, lists, table.block_size)
+
+
+def _search(
+    logits: torch.Tensor,
+    lens: torch.Tensor,
+    first_row: int,
+    k: int,
+    tile: int,
+    out: torch.Tensor,
+    lists: tuple[torch.Tensor, ...] | None,
+    block_size: int = 0,
+) -> None:
+    """Launch all passes; the last one writes entries to `out` [T, k], or slots to the list `out`."""
+    rows, width = logits.shape
+    most = min(width, k)
     keys, entries = logits.view(torch.int32), None
     for level, (tile_width, tiles) in enumerate(plan_tiles(width, k, tile)):
         last = tiles == 1
         winners = out if last else torch.empty((2, rows, tiles * k), dtype=torch.int32, device=logits.device)
         out_entry, out_key = (out, None) if last else winners.unbind(0)
+        listed = lists if last else None
         _topk_kernel[(rows, tiles)](
             keys,
             entries,
             lens,
             out_entry,
             out_key,
+            *(listed or (None,) * 4),
             width,
             _readable(keys, width),
             k,
+            most,
+            first_row,
             keys.stride(0),
             out_entry.stride(0),
+            listed[1].stride(0) if listed else 0,
+            listed[1].shape[1] if listed else 0,
             FIRST=level == 0,
             LAST=last,
             EAGER=level > 0 or rows * tiles <= EAGER_PROGRAMS,
             TILE=tile_width,
             K_PADDED=triton.next_power_of_2(k),
+            BLOCK_SIZE=block_size if listed else 0,
             num_warps=_warps(tile_width),
             **early_launch(logits.device),
         )
         entries, keys, width = out_entry, out_key, tiles * k
-    return out
 
 
 def plan_tiles(width: int, k: int, tile: int = 0) -> Iterator[tuple[int, int]]:
@@ -243,8 +339,8 @@ def _warps(tile_width: int) -> int:
 def _check(logits: torch.Tensor, lens: torch.Tensor, k: int, tile: int) -> None:
     if logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
         raise ShapeError("logits", "fp32 with unit stride in a row", f"{logits.dtype}, strides {logits.stride()}")
-    if lens.shape != logits.shape[:1] or lens.dtype not in (torch.int32, torch.int64):
-        raise ShapeError("lens", f"int32 or int64 {[logits.shape[0]]}", f"{lens.dtype} {list(lens.shape)}")
+    if lens.dim() != 1 or lens.dtype not in (torch.int32, torch.int64):
+        raise ShapeError("lens", "int32 or int64 in one dimension", f"{lens.dtype} {list(lens.shape)}")
     if not 0 <= k <= MAX_TILE // 2:
         raise ShapeError("k", f"0 to {MAX_TILE // 2}", k)
     if tile and (tile < 2 * k or tile & (tile - 1) or not MIN_TILE <= tile <= MAX_TILE):
@@ -252,20 +348,26 @@ def _check(logits: torch.Tensor, lens: torch.Tensor, k: int, tile: int) -> None:
 
 
 def compile_specs() -> list[CompileSpec]:
-    """512 (Flash) and 1024 (Pro) of few entries, in one pass, and of the entries of a million tokens, in several."""
+    """512 (Flash) and 1024 (Pro) of few entries, in one pass, and of the entries of a million tokens, in several.
+
+    The last pass lists slots, as layers have it.
+    """
     specs: dict[str, CompileSpec] = {}
     for k, width in ((512, 512), (512, 4096), (512, 1 << 18), (1024, 1 << 18)):
         for level, (tile, tiles) in enumerate(plan_tiles(width, k)):
             first, last = level == 0, tiles == 1
-            numbers = dict.fromkeys(("width", "readable", "k", "stride_key_row", "stride_out_row"), "i32")
+            numbers = dict.fromkeys(("width", "readable", "k", "most", "first_row", "stride_key_row", "stride_out_row",
+                                     "stride_req", "num_columns"), "i32")  # fmt: skip
             signature = {"key_ptr": "*i32", "lens_ptr": "*i64", "out_entry_ptr": "*i32", **numbers}
-            absent = {"entry_ptr": first, "out_key_ptr": last}
-            signature |= {name: "*i32" for name, missing in absent.items() if not missing}
+            lists = {"req_ptr": "*i64", "blocks_ptr": "*i32", "first_block_ptr": "*i32", "indptr_ptr": "*i32"}
+            absent = {"entry_ptr": first, "out_key_ptr": last, **dict.fromkeys(lists, not last)}
+            signature |= {name: lists.get(name, "*i32") for name, missing in absent.items() if not missing}
             nothing = {name: None for name, missing in absent.items() if missing}
             for eager in (True, False) if first else (True,):
                 values = {"FIRST": first, "LAST": last, "EAGER": eager, "TILE": tile, **nothing}
+                values |= {"K_PADDED": triton.next_power_of_2(k), "BLOCK_SIZE": 64 if last else 0}
                 name = f"topk {k} of {tile}" + " first" * first + " last" * last + " eager" * eager
-                specs[name] = spec(_topk_kernel, name, signature,
-                                   constexprs={**values, "K_PADDED": triton.next_power_of_2(k)}, num_warps=_warps(tile),
+                specs[name] = spec(_topk_kernel, name, signature, constexprs=values, num_warps=_warps(tile),
+                                   unaligned=("stride_req",),
                                    aligned=("readable", "k") if first else ("width", "readable", "k"))  # fmt: skip
     return list(specs.values())

@@ -85,7 +85,7 @@ def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int) -> torch.Tens
     return out
 
 
-def select_entries(
+def select_key_list(
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: PagedCache,
@@ -94,11 +94,16 @@ def select_entries(
     visible_lens: torch.Tensor,
     k: int,
     max_entries: int,
-) -> torch.Tensor:
-    """The `k` best entries of each token by `indexer_logits`, int32 [T, k] as of `topk_entries`.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of each token's `k` best entries by `indexer_logits`, as a ragged list (indices, indptr), int32 (3.5).
 
+    They ascend by entry; one that is not there is listed as -1.
     max_entries  an upper bound of visible_lens, which other implementations size their launches by
     """
     logits = indexer_logits(q, weights, cache, table, token_to_req, visible_lens)
     assert logits.shape[1] <= max_entries, f"{logits.shape[1]} visible entries; at most {max_entries} were announced"
-    return topk_entries(logits, visible_lens, k)
+    entries = topk_entries(logits, visible_lens, k)
+    chosen = entries >= 0
+    indptr = torch.zeros(len(entries) + 1, dtype=torch.int32, device=entries.device)
+    indptr[1:] = chosen.sum(dim=1).cumsum(0)
+    return table.slots(token_to_req.unsqueeze(1).expand_as(entries), entries)[chosen].to(torch.int32), indptr
