@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dsv4dist.kernels._triton.early_launch import wait_for_previous_gluon
+from dsv4dist.kernels._triton.output_factor import output_factor
 
 KEYS = gl.constexpr(64)  # keys of one tile: the M of a warpgroup instruction
 PANEL16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -336,15 +337,7 @@ def sparse_decode_hopper_kernel(
         channel = gl.arange(0, CHANNELS, gl.SliceLayout(0, OUT))
         wanted = (out_head < heads_left)[:, None]
         if FINISH:
-            fade = gl.full((HEADS,), 1.0, gl.float32, BY_HEAD)
-            if HAS_SINK:
-                sink = gl.load(sink_ptr + first_head + lane, mask=lane < heads_left, other=float("-inf"))
-                sink = sink * 1.4426950408889634
-                highest = gl.maximum(top, sink)
-                base = gl.where(highest == float("-inf"), 0.0, highest)
-                fade = gl.exp2(top - base)
-                total = total * fade + gl.exp2(sink - base)
-            factor = gl.where(total > 0.0, fade / gl.maximum(total, 1e-30), 0.0)
+            factor = output_factor(top, total, sink_ptr + first_head, lane, heads_left, HAS_SINK)
             line = query * stride_out + (first_head + out_head).to(gl.int64) * stride_out_head
             for g in gl.static_range(PARTS):
                 value = gl.convert_layout(gl.permute(acc[g] * factor[None, :], (1, 0)), OUT)

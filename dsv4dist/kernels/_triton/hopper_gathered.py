@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 from dsv4dist.kernels._triton.decode_traits import traits_of
 from dsv4dist.kernels._triton.hopper_decode import KEYS, PANEL16, barrier, load_to_shared
+from dsv4dist.kernels._triton.output_factor import output_factor
 
 DIM = gl.constexpr(512)
 HEADS = gl.constexpr(64)  # of one program: the M of a warpgroup instruction
@@ -204,14 +205,7 @@ def prefill_gathered_kernel(
         whole = gl.convert_layout(gl.sum(both_halves(gl.sum(total, 2), total_smem), 1), BY_HEAD)
         first_head = item % head_blocks * HEADS
         lane = gl.arange(0, HEADS, BY_HEAD)
-        factor = gl.full((HEADS,), 1.0, gl.float32, BY_HEAD)
-        if HAS_SINK:
-            there = first_head + lane < num_heads
-            sink = gl.load(sink_ptr + first_head + lane, mask=there, other=float("-inf")) * 1.4426950408889634
-            base = finite(gl.maximum(top, sink))
-            factor = gl.exp2(top - base)
-            whole = whole * factor + gl.exp2(sink - base)
-        factor = gl.where(whole > 0.0, factor / gl.maximum(whole, 1e-30), 0.0)
+        factor = output_factor(top, whole, sink_ptr + first_head, lane, num_heads - first_head, HAS_SINK)
         query = (item // head_blocks).to(gl.int64)
         values = warpgroup_mma_wait(0, deps=[products]) * factor[:, None]
         if ROTATE:
