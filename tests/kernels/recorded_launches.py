@@ -82,7 +82,10 @@ def launch_everything(fp8_format: Fp8Format) -> None:
             indexer_logits.indexer_logits(*inputs, of(i64, tokens), max_entries=1003)
     for k, width in ((512, 501), (512, 4001), (512, (1 << 18) - 5), (1024, (1 << 18) - 5)):
         for rows in (3, topk.EAGER_PROGRAMS + 3):
-            topk.topk_entries(of(torch.float32, rows, -(-width // 16) * 16)[:, :width], of(i64, rows), k)
+            logits = of(torch.float32, rows, -(-width // 16) * 16)[:, :width]
+            topk.topk_entries(logits, of(i64, rows), k)
+            table, lists = BlockTable(of(i32, 3, 1003), of(i32, 3), 64), (of(i32, rows * k), of(i32, rows + 1))
+            topk.topk_slots(logits, of(i64, rows), k, table, of(i64, rows), *lists)
     cos_sin = of(torch.float32, 1 << 20, 64)
     for heads in (8, 16, 32, 64, 128):
         for queries in (5, 3001):

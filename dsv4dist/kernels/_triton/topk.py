@@ -350,24 +350,45 @@ def _check(logits: torch.Tensor, lens: torch.Tensor, k: int, tile: int) -> None:
 def compile_specs() -> list[CompileSpec]:
     """512 (Flash) and 1024 (Pro) of few entries, in one pass, and of the entries of a million tokens, in several.
 
-    The last pass lists slots, as layers have it.
+    The last pass gives entries, or slots, as layers have it.
     """
     specs: dict[str, CompileSpec] = {}
     for k, width in ((512, 512), (512, 4096), (512, 1 << 18), (1024, 1 << 18)):
         for level, (tile, tiles) in enumerate(plan_tiles(width, k)):
             first, last = level == 0, tiles == 1
-            numbers = dict.fromkeys(("width", "readable", "k", "most", "first_row", "stride_key_row", "stride_out_row",
-                                     "stride_req", "num_columns"), "i32")  # fmt: skip
-            signature = {"key_ptr": "*i32", "lens_ptr": "*i64", "out_entry_ptr": "*i32", **numbers}
-            lists = {"req_ptr": "*i64", "blocks_ptr": "*i32", "first_block_ptr": "*i32", "indptr_ptr": "*i32"}
-            absent = {"entry_ptr": first, "out_key_ptr": last, **dict.fromkeys(lists, not last)}
-            signature |= {name: lists.get(name, "*i32") for name, missing in absent.items() if not missing}
-            nothing = {name: None for name, missing in absent.items() if missing}
             for eager in (True, False) if first else (True,):
-                values = {"FIRST": first, "LAST": last, "EAGER": eager, "TILE": tile, **nothing}
-                values |= {"K_PADDED": triton.next_power_of_2(k), "BLOCK_SIZE": 64 if last else 0}
-                name = f"topk {k} of {tile}" + " first" * first + " last" * last + " eager" * eager
-                specs[name] = spec(_topk_kernel, name, signature, constexprs=values, num_warps=_warps(tile),
-                                   unaligned=("stride_req",),
-                                   aligned=("readable", "k") if first else ("width", "readable", "k"))  # fmt: skip
+                for slots in (False, True) if last else (False,):
+                    values = {"FIRST": first, "LAST": last, "EAGER": eager, "TILE": tile,
+                              "K_PADDED": triton.next_power_of_2(k), "BLOCK_SIZE": 64 if slots else 0}  # fmt: skip
+                    name = (
+                        f"topk {k} of {tile}" + " first" * first + " last" * last + " eager" * eager + " slots" * slots
+                    )
+                    specs[name] = _spec(name, values)
     return list(specs.values())
+
+
+def _spec(name: str, values: dict[str, int]) -> CompileSpec:
+    first, last, slots = values["FIRST"], values["LAST"], values["BLOCK_SIZE"]
+    names = (
+        "width",
+        "readable",
+        "k",
+        "most",
+        "first_row",
+        "stride_key_row",
+        "stride_out_row",
+        "stride_req",
+        "num_columns",
+    )
+    optional = {
+        "entry_ptr": ("*i32", not first),
+        "out_key_ptr": ("*i32", not last),
+        "req_ptr": ("*i64", slots),
+        **dict.fromkeys(("blocks_ptr", "first_block_ptr", "indptr_ptr"), ("*i32", slots)),
+    }
+    signature = {"key_ptr": "*i32", "lens_ptr": "*i64", "out_entry_ptr": "*i32", **dict.fromkeys(names, "i32")}
+    signature |= {one: kind for one, (kind, there) in optional.items() if there}
+    absent = {one: None for one, (_, there) in optional.items() if not there}
+    aligned = ["readable", "k", *([] if first else ["width"]), *([] if slots else ["num_columns"])]
+    return spec(_topk_kernel, name, signature, constexprs={**values, **absent}, num_warps=_warps(values["TILE"]),
+                unaligned=("stride_req",) if slots else (), aligned=tuple(aligned))  # fmt: skip
