@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dsv4dist.arch import arch_of
-from dsv4dist.bench.device_time import measure_ceilings, time_graph
+from dsv4dist.bench.device_time import captured, measure_ceilings, time_graph
 from dsv4dist.bench.report import time_calls
 from dsv4dist.cache.groups import GROUP_NAMES, CacheGroup, cache_groups
 from dsv4dist.cache.pool import LayerCaches, allocate_caches
@@ -192,15 +192,9 @@ def _kernel_rows(step: StackStep, shape: dict[str, Any]) -> Iterator[dict[str, A
 
 def _replayed_spans(call: Callable[[], object], replays: int) -> list[list[tuple[float, float, str]]]:
     """(start, end, name) of every kernel of `call` in a graph, in microseconds, by their ends, for each replay."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            kept = call()
+    found = []
+    with captured([call]) as graph:
         graph.replay()
-        found = []
         for _ in range(replays):
             torch.cuda.synchronize()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
@@ -209,7 +203,6 @@ def _replayed_spans(call: Callable[[], object], replays: int) -> list[list[tuple
             events = [event for event in profile.events() or () if str(event.device_type).endswith("CUDA")]
             spans = [(event.time_range.start, event.time_range.end, event.name) for event in events]
             found.append(sorted(spans, key=lambda span: span[1]))
-    del kept
     return found
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,12 +39,11 @@ class Ceilings:
         return max(bytes_moved / self.copy_bytes, flops / (self.fp8_flops if fp8 else self.bf16_flops))
 
 
-def time_graph(calls: Sequence[Call], replays: int) -> Spread:
-    """Capture `calls`, one after the other, in one graph and replay it: microseconds per call.
+@contextmanager
+def captured(calls: Sequence[Call]) -> Iterator[torch.cuda.CUDAGraph]:
+    """`calls`, one after the other, as one graph, on a stream that is current inside.
 
-    Every call runs once before the capture (compilation, handles) and three replays are not counted. The spread is that
-    of whole replays: single calls inside a graph are not seen. All results stay allocated, so that no call finds
-    the memory it writes in a cache because the call before it wrote it too.
+    Every call runs once before the capture (compilation, handles). All results stay allocated until the end.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -55,6 +54,17 @@ def time_graph(calls: Sequence[Call], replays: int) -> Spread:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             results = [call() for call in calls]
+        yield graph
+    del results
+
+
+def time_graph(calls: Sequence[Call], replays: int) -> Spread:
+    """Capture `calls`, one after the other, in one graph and replay it: microseconds per call.
+
+    Three replays are not counted. The spread is that of whole replays: single calls inside a graph are not seen. As all
+    results stay allocated, no call finds the memory it writes in a cache because the call before it wrote it too.
+    """
+    with captured(calls) as graph:
         for _ in range(3):
             graph.replay()
         ends = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
@@ -63,7 +73,6 @@ def time_graph(calls: Sequence[Call], replays: int) -> Spread:
             graph.replay()
             end.record()
         torch.cuda.synchronize()
-    del results
     times = [start.elapsed_time(end) * 1000 / len(calls) for start, end in ends]
     p10, median, p90 = np.percentile(times, (10, 50, 90))
     return Spread(float(median), float(p10), float(p90))

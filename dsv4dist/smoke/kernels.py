@@ -123,8 +123,10 @@ def _comparable(name: str, result: Any, args: tuple[Any, ...]) -> list[Any]:
     if name.endswith("_key_list"):  # behind the last list the memory is anything
         indices, indptr = result
         listed = indices[: int(indptr[-1])]
-        # What is selected may differ in a few entries, behind each of which a list would be another.
-        result = listed.sort().values if name == "select_key_list" else listed, indptr
+        if name == "select_key_list":  # sorted within each row
+            row = torch.arange(len(indptr) - 1, device=indptr.device).repeat_interleave(indptr.diff())
+            listed = ((row << 32) + listed).sort().values
+        result = listed, indptr
     caches = [one for one in args if isinstance(one, PagedCache)]
     return [result, *(read_entries(one, torch.arange(one.num_slots, device=one.data.device)) for one in caches)]
 

@@ -56,7 +56,7 @@ def tensor(impl: Implementation, values: object, dtype: torch.dtype = torch.int6
 
 
 @pytest.mark.parametrize("impl", WINDOW)
-@pytest.mark.parametrize("count", [0, 1, 3, 8, 9, 65])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 9, 65])
 @pytest.mark.parametrize(("window", "first"), [(128, 0), (32, 1), (5, 0)])
 def test_window(impl: Implementation, count: int, window: int, first: int) -> None:
     table, req, positions = step(count, 16, first=first)
@@ -68,7 +68,7 @@ def test_window(impl: Implementation, count: int, window: int, first: int) -> No
 
 
 @pytest.mark.parametrize("impl", ENTRY)
-@pytest.mark.parametrize("count", [0, 1, 4, 8, 9, 65])
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 8, 9, 65])
 @pytest.mark.parametrize("width", [1, 63, 512])
 def test_entries_keep_their_order(impl: Implementation, count: int, width: int) -> None:
     table, req, _ = step(count, 8, per_token=4)
@@ -81,7 +81,7 @@ def test_entries_keep_their_order(impl: Implementation, count: int, width: int) 
 
 
 @pytest.mark.parametrize("impl", VISIBLE)
-@pytest.mark.parametrize("count", [0, 1, 8, 9, 65])
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 8, 9, 65])
 @pytest.mark.parametrize("width", [3, 128])
 def test_visible(impl: Implementation, count: int, width: int) -> None:
     table, req, positions = step(count, 2, per_token=4)

@@ -221,9 +221,7 @@ def topk_entries(logits: torch.Tensor, lens: torch.Tensor, k: int, *, tile: int 
     Ties go to the lowest entry; -0 equals 0. Returns int32 [T, k], the valid entries first, then -1.
     Capture: launches depend on sizes only.  Raises: ShapeError.
     """
-    _check(logits, lens, k, tile)
-    if lens.shape != logits.shape[:1]:
-        raise ShapeError("lens", f"{[logits.shape[0]]}", list(lens.shape))
+    _check(logits, lens, logits.shape[0], k, tile)
     out = torch.empty((logits.shape[0], k), dtype=torch.int32, device=logits.device)
     if out.numel():
         _search(logits, lens.contiguous(), 0, k, tile, out, None)
@@ -251,8 +249,8 @@ def topk_slots(
         indptr              int32 [N + 1], of which these rows' ends are written, and with first_row = 0 the 0 in front
     Row t has min(lens[t], W, k) slots.  Capture: launches depend on sizes only.  Raises: ShapeError.
     """
-    _check(logits, lens, k, tile)
     rows = len(lens)
+    _check(logits, lens, rows, k, tile)
     if not 0 <= first_row <= rows - logits.shape[0]:
         raise ShapeError("rows of logits", f"at most {rows}", f"{first_row} + {logits.shape[0]}")
     check_integers("token_to_req", token_to_req, (rows,))
@@ -336,11 +334,11 @@ def _warps(tile_width: int) -> int:
     return min(16, max(1, tile_width // (32 * KEYS_PER_THREAD)))
 
 
-def _check(logits: torch.Tensor, lens: torch.Tensor, k: int, tile: int) -> None:
+def _check(logits: torch.Tensor, lens: torch.Tensor, num_lens: int, k: int, tile: int) -> None:
     if logits.dtype != torch.float32 or (logits.shape[1] > 1 and logits.stride(1) != 1):
         raise ShapeError("logits", "fp32 with unit stride in a row", f"{logits.dtype}, strides {logits.stride()}")
-    if lens.dim() != 1 or lens.dtype not in (torch.int32, torch.int64):
-        raise ShapeError("lens", "int32 or int64 in one dimension", f"{lens.dtype} {list(lens.shape)}")
+    if lens.shape != (num_lens,) or lens.dtype not in (torch.int32, torch.int64):
+        raise ShapeError("lens", f"int32 or int64 {[num_lens]}", f"{lens.dtype} {list(lens.shape)}")
     if not 0 <= k <= MAX_TILE // 2:
         raise ShapeError("k", f"0 to {MAX_TILE // 2}", k)
     if tile and (tile < 2 * k or tile & (tile - 1) or not MIN_TILE <= tile <= MAX_TILE):

@@ -7,6 +7,7 @@ import torch
 from dsv4dist.kernels.block_table import ABSENT, BlockTable
 from dsv4dist.kernels.fp8 import quantise_index_rows
 from dsv4dist.kernels.paged_cache import Fp8Format, PagedCache
+from dsv4dist.kernels.reference.key_lists import ragged
 from dsv4dist.kernels.reference.pages import read_entries
 from dsv4dist.kernels.reference.rotary import rotate
 
@@ -102,8 +103,5 @@ def select_key_list(
     """
     logits = indexer_logits(q, weights, cache, table, token_to_req, visible_lens)
     assert logits.shape[1] <= max_entries, f"{logits.shape[1]} visible entries; at most {max_entries} were announced"
-    entries = topk_entries(logits, visible_lens, k)
-    chosen = entries >= 0
-    indptr = torch.zeros(len(entries) + 1, dtype=torch.int32, device=entries.device)
-    indptr[1:] = chosen.sum(dim=1).cumsum(0)
-    return table.slots(token_to_req.unsqueeze(1).expand_as(entries), entries)[chosen].to(torch.int32), indptr
+    entries, indptr = ragged(topk_entries(logits, visible_lens, k))
+    return table.slots(token_to_req.repeat_interleave(indptr.diff()), entries).to(torch.int32), indptr
