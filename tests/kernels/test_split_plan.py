@@ -127,9 +127,9 @@ def test_queries_that_do_not_meet_do_not_change_each_other_s_count(extra: int, t
 @pytest.mark.parametrize(
     ("heads", "selected", "queries", "measured"),
     [
-        (8, 512, 1, 10), (8, 512, 8, 10), (8, 512, 32, 4), (8, 512, 128, 2), (8, 512, 512, 1), (8, 8192, 32, 8),
-        (16, 512, 8, 10), (16, 512, 128, 2), (16, 1024, 128, 2), (16, 1024, 512, 1),
-        (64, 512, 1, 10), (64, 512, 32, 4), (64, 512, 128, 1), (64, 512, 512, 1), (64, 8192, 8, 16),
+        (8, 512, 1, 5), (8, 512, 8, 5), (8, 512, 32, 3), (8, 512, 128, 1), (8, 512, 512, 1), (8, 1024, 32, 3),
+        (8, 8192, 8, 13), (8, 8192, 32, 4), (16, 512, 8, 5), (16, 512, 32, 3), (16, 512, 128, 1), (16, 1024, 32, 3),
+        (32, 512, 32, 4), (32, 8192, 8, 13), (64, 512, 32, 4), (64, 512, 128, 1), (64, 512, 512, 1), (64, 8192, 8, 16),
     ],
 )  # fmt: skip
 def test_the_best_counts_measured_on_an_h200(heads: int, selected: int, queries: int, measured: int) -> None:
@@ -166,8 +166,9 @@ def test_true_lengths_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_queries_take_few_heads_a_program() -> None:
     """Heads are spread while each tile of keys and block of heads finds a unit of its own."""
     traits = traits_for("sm90", 132)
-    heads = {queries: traits.tile(64, tl.float16, True, key_tiles=10 * queries).heads for queries in (1, 2, 3, 4, 512)}
-    assert heads == {1: 8, 2: 16, 3: 16, 4: 32, 512: 64}
-    assert traits.tile(16, tl.float16, True, key_tiles=10).heads == 8
-    assert traits.tile(16, tl.float16, True, key_tiles=5120).heads == 16
-    assert traits_for("gfx950", 256).tile(64, tl.float16, True, key_tiles=1).heads == 16
+    sizes = (1, 3, 4, 6, 7, 13, 14, 512)
+    heads = {queries: traits.tile(64, tl.float16, True, num_keys=640 * queries).heads for queries in sizes}
+    assert heads == {1: 8, 3: 8, 4: 16, 6: 16, 7: 32, 13: 32, 14: 64, 512: 64}
+    assert traits.tile(16, tl.float16, True, num_keys=640).heads == 8
+    assert traits.tile(16, tl.float16, True, num_keys=640 * 512).heads == 16
+    assert traits_for("gfx950", 256).tile(64, tl.float16, True, num_keys=1).heads == 16

@@ -48,8 +48,8 @@ class DecodeTraits:
     wide_tile: Tile
     fp8_tiles: tuple[Tile, ...] = ()
 
-    def tile(self, num_heads: int, dtype: tl.dtype, fp8_only: bool, key_tiles: int) -> Tile:
-        """The shape for `num_heads` local heads multiplied in `dtype`, and `key_tiles` tiles of keys over all queries.
+    def tile(self, num_heads: int, dtype: tl.dtype, fp8_only: bool, num_keys: int) -> Tile:
+        """The shape for `num_heads` local heads multiplied in `dtype`, and `num_keys` listed keys over all queries.
 
         fp8_only: all keys are fp8 the device converts. Where a unit could be had for each tile of keys and a few heads,
         they are: a program then has less to do, and that the same keys are read more often costs nothing.
@@ -58,7 +58,8 @@ class DecodeTraits:
             return self.wide_tile
         tiles = self.fp8_tiles if fp8_only and self.fp8_tiles else self.tiles
         for tile in tiles:
-            if tile.heads >= num_heads or triton.cdiv(num_heads, tile.heads) * key_tiles <= self.num_units:
+            programs = triton.cdiv(num_heads, tile.heads) * triton.cdiv(num_keys, tile.keys)
+            if tile.heads >= num_heads or programs <= self.num_units:
                 return tile
         return tiles[-1]
 
@@ -78,19 +79,11 @@ _TILES = {
 }
 
 
-# Shared memory holds two programs of up to 16 heads, which then take 1.4 times as long each, or one of more. Fitted to the
-# best counts of sweeps on an H200 (docs/performance.md).
-_SHARED_UNIT: dict[str, float] = {"programs_per_unit": 2, "crowding": 0.4}
 _WHOLE_UNIT: dict[str, float] = {"programs_per_unit": 1}
 _FP8_TILES = {
     "sm90": tuple(
-        replace(_tile(heads, 64, warps, **splits), warpgroup=True)
-        for heads, warps, splits in (
-            (8, 4, _SHARED_UNIT),
-            (16, 4, _SHARED_UNIT),
-            (32, 8, _WHOLE_UNIT),
-            (64, 8, _WHOLE_UNIT),
-        )
+        replace(_tile(heads, keys, 8, **_WHOLE_UNIT), warpgroup=True)
+        for heads, keys in ((8, 128), (16, 128), (32, 128), (64, 64))
     ),
     # Vector registers and shared memory hold one program on gfx942, two on gfx950. Not fitted to any time.
     "gfx942": (replace(_tile(16, 64, 4, **_WHOLE_UNIT), cdna=3),),

@@ -1,8 +1,8 @@
 """The partial kernel of sparse decode attention for Hopper, in Gluon: fp8_ds_mla caches in OCP encoding (spec 4.3).
 
 Scores are computed as keys x heads and values as channels x heads, so the 64 rows of a warpgroup instruction are keys or
-channels and few heads waste nothing. One tile of 64 keys lies once in shared memory, as 16-bit numbers, and serves both
-products; the bytes of the next tile and the slots of the one after are on their way meanwhile.
+channels and few heads waste nothing. One tile of 64 or 128 keys lies once in shared memory, as 16-bit numbers, and serves
+both products; the bytes of the next tile and the slots of the one after are on their way meanwhile.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsv4dist.kernels._triton.early_launch import wait_for_previous_gluon
 from dsv4dist.kernels._triton.output_factor import output_factor
 
-KEYS = gl.constexpr(64)  # keys of one tile: the M of a warpgroup instruction
 PANEL16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PANEL32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -71,8 +70,8 @@ def barrier():
 
 
 @gluon.jit
-def load_slots(lists, tile, layout: gl.constexpr):
-    """Listed slots [64] of a tile of the joined lists, -1 behind its end; `lists` as built in the kernel.
+def load_slots(lists, tile, KEYS: gl.constexpr, layout: gl.constexpr):
+    """Listed slots [KEYS] of a tile of the joined lists, -1 behind its end; `lists` as built in the kernel.
 
     They are not looked at here: whoever asks for the slots of a later tile must not wait for them.
     """
@@ -89,14 +88,14 @@ def load_slots(lists, tile, layout: gl.constexpr):
 
 @gluon.jit
 def within_cache(lists, slot, tile):
-    """Which of the slots [64] of a tile lie in its cache."""
+    """Which of the slots [KEYS] of a tile lie in its cache."""
     _, _, _, main_tiles, main_slots, _, _, _, extra_slots = lists
     return (slot >= 0) & (slot < gl.where(tile < main_tiles, main_slots, extra_slots))
 
 
 @gluon.jit
 def load_rows(pages, slot, present, is_main, bytes_smem, ROW: gl.constexpr):
-    """Start copying the fp8 bytes of `slot` [64] to bytes_smem; returns its rope dwords [64, 32] and scale words [64].
+    """Start copying the fp8 bytes of `slot` [KEYS] to bytes_smem; returns rope dwords [KEYS, 32] and scale words [KEYS].
 
     Absent keys become 0 and are not read.
     """
@@ -114,32 +113,35 @@ def load_rows(pages, slot, present, is_main, bytes_smem, ROW: gl.constexpr):
     wanted = present[:, None]
     for g in gl.static_range(7):
         from_ptr = dwords_ptr + row[:, None] + (column + g * 16)
-        load_to_shared(bytes_smem.index(g), from_ptr, mask=wanted)
+        load_to_shared(bytes_smem[g], from_ptr, mask=wanted)
     async_copy.commit_group()
     wide = gl.arange(0, 32, gl.SliceLayout(0, ROW))[None, :]
     return gl.load(dwords_ptr + row[:, None] + (wide + 112), mask=wanted, other=0), word
 
 
 @gluon.jit
-def store_tile(bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.constexpr, WARPS: gl.constexpr):
-    """Write a tile to shared memory as pairs of 16-bit numbers [64, 32] a group, scaled; bf16 without NaN if SCRUB."""
-    for g in gl.static_range(7):
-        raw = bytes_smem.index(g).load(ROW)
-        byte = (word >> (8 * g)).to(gl.int32)
-        if SCRUB:
-            bits = (byte & 0xFF) << 23
-            scale = gl.where(bits == 0, 0x00400000, gl.where(bits == 0x7F800000, 0x7FC00000, bits))
-            scale = scale.to(gl.float32, bitcast=True)
-            low, high = gl.inline_asm_elementwise(
-                _FP8_TO_BF16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-            )
-        else:
-            scale = gl.inline_asm_elementwise(_SCALE_PAIR, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
-            low, high = gl.inline_asm_elementwise(
-                _FP8_TO_FP16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-            )
-        pairs = gl.reshape(gl.join(low, high), (KEYS, 32))
-        group_of(tile_smem, g, WARPS).store(pairs)
+def store_tile(
+    bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr
+):
+    """Write a tile to shared memory as pairs of 16-bit numbers [KEYS, 32] a group; scaled, bf16 without NaN if SCRUB."""
+    for first in gl.static_range(WARPS // 4):  # the first groups of all allocations before any second: one barrier
+        for g in gl.static_range(first, 7, WARPS // 4):
+            raw = bytes_smem[g].load(ROW)
+            byte = (word >> (8 * g)).to(gl.int32)
+            if SCRUB:
+                bits = (byte & 0xFF) << 23
+                scale = gl.where(bits == 0, 0x00400000, gl.where(bits == 0x7F800000, 0x7FC00000, bits))
+                scale = scale.to(gl.float32, bitcast=True)
+                low, high = gl.inline_asm_elementwise(
+                    _FP8_TO_BF16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+                )
+            else:
+                scale = gl.inline_asm_elementwise(_SCALE_PAIR, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
+                low, high = gl.inline_asm_elementwise(
+                    _FP8_TO_FP16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+                )
+            pairs = gl.reshape(gl.join(low, high), (KEYS, 32))
+            group_of(tile_smem, g, WARPS).store(pairs)
     convert: gl.constexpr = _BF16_SCRUB if SCRUB else _BF16_TO_FP16
     pairs = gl.inline_asm_elementwise(convert, "=r,r", [rope], dtype=gl.int32, is_pure=True, pack=1)
     group_of(tile_smem, 7, WARPS).store(pairs)
@@ -148,17 +150,29 @@ def store_tile(bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.c
 @gluon.jit
 def attend(
     q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
-    q_smem, bytes_smem, tile_smem, weight_smem, SCRUB: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr,
+    q_smem, bytes_smem, tile_smem, weight_smem,
+    SCRUB: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """Online softmax, base 2, over tiles [begin, end): maximum [HEADS], sum [HEADS], values, a tuple of [M, HEADS].
 
-    M = 16 * WARPS channels are one product. With two warpgroups, each takes half the heads of the scores.
+    M = 16 * WARPS channels are one product. Two warpgroups with 64 keys take half the heads of the scores each.
     """
     DTYPE: gl.constexpr = gl.bfloat16 if SCRUB else gl.float16
     ROW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])  # 16 bytes a thread
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, HEADS * 4 // WARPS, 16])
+    BY_KEY: gl.constexpr = KEYS // 16  # warps along the keys, the others along the heads
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [BY_KEY, WARPS // BY_KEY], [16, HEADS * BY_KEY // WARPS, 16]
+    )
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEADS, 16])
     PARTS: gl.constexpr = 32 // WARPS
+    by_row: gl.constexpr = gl.SliceLayout(1, ROW)
+    by_key: gl.constexpr = gl.SliceLayout(1, SCORES)
+    slot = load_slots(lists, begin, KEYS, by_row)
+    shown = load_slots(lists, begin, KEYS, by_key)
+    present = within_cache(lists, slot, begin) & (begin < end)
+    rope, word = load_rows(pages, slot, present, begin < main_tiles, bytes_smem, ROW)
+    slot = load_slots(lists, begin + 1, KEYS, by_row)
+    # The query behind the keys, which are longer on their way.
     LOAD_Q: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     head = gl.arange(0, HEADS, gl.SliceLayout(1, LOAD_Q))
     channel = gl.arange(0, 64, gl.SliceLayout(0, LOAD_Q))
@@ -171,25 +185,18 @@ def attend(
     acc = ()
     for _ in gl.static_range(PARTS):
         acc = acc + (gl.zeros((16 * WARPS, HEADS), gl.float32, VALUES),)
-    by_row: gl.constexpr = gl.SliceLayout(1, ROW)
-    by_key: gl.constexpr = gl.SliceLayout(1, SCORES)
-    slot = load_slots(lists, begin, by_row)
-    present = within_cache(lists, slot, begin) & (begin < end)
-    rope, word = load_rows(pages, slot, present, begin < main_tiles, bytes_smem, ROW)
-    slot = load_slots(lists, begin + 1, by_row)
-    shown = load_slots(lists, begin, by_key)
     for tile in range(begin, end):
         async_copy.wait_group(0)
         barrier()
-        store_tile(bytes_smem, rope, word, tile_smem, ROW, SCRUB, WARPS)
+        store_tile(bytes_smem, rope, word, tile_smem, ROW, SCRUB, WARPS, KEYS)
         seen = within_cache(lists, shown, tile)
         fence_async_shared()
         barrier()
         # Behind the barrier: all threads have taken the bytes of this tile.
         present = within_cache(lists, slot, tile + 1) & (tile + 1 < end)
         rope, word = load_rows(pages, slot, present, tile + 1 < main_tiles, bytes_smem, ROW)
-        slot = load_slots(lists, tile + 2, by_row)
-        shown = load_slots(lists, tile + 1, by_key)
+        slot = load_slots(lists, tile + 2, KEYS, by_row)
+        shown = load_slots(lists, tile + 1, KEYS, by_key)
         scores = gl.zeros((KEYS, HEADS), gl.float32, SCORES)
         for g in gl.static_range(8):
             scores = warpgroup_mma(
@@ -211,7 +218,7 @@ def attend(
         barrier()
         products = ()
         for part in gl.static_range(PARTS):
-            values = channels_of(tile_smem, part, DTYPE, WARPS)
+            values = channels_of(tile_smem, part, DTYPE, WARPS, KEYS)
             faded = acc[part] * fade[None, :]
             products = products + (warpgroup_mma(values, weights.permute((1, 0)), faded, is_async=True),)
         acc = warpgroup_mma_wait(0, deps=products)
@@ -222,13 +229,13 @@ def attend(
 
 @gluon.jit
 def group_of(tile_smem, g: gl.constexpr, WARPS: gl.constexpr):
-    """Group g of 64 channels of the tile, pairs [64, 32]; an allocation has as many as `channels_of` takes at once."""
+    """Group g of 64 channels of the tile, pairs [KEYS, 32]; an allocation has as many as `channels_of` takes at once."""
     return tile_smem[g * 4 // WARPS].index(g % (WARPS // 4))
 
 
 @gluon.jit
-def channels_of(tile_smem, part: gl.constexpr, DTYPE: gl.constexpr, WARPS: gl.constexpr):
-    """Part `part` of the tile as [16 * WARPS channels, 64 keys]."""
+def channels_of(tile_smem, part: gl.constexpr, DTYPE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr):
+    """Part `part` of the tile as [16 * WARPS channels, KEYS]."""
     if WARPS == 4:
         return view(tile_smem[part].index(0), DTYPE, KEYS, 64).permute((1, 0))
     else:
@@ -274,6 +281,7 @@ def sparse_decode_hopper_kernel(
     FINISH: gl.constexpr,
     HEADS: gl.constexpr,
     WARPS: gl.constexpr,
+    KEYS: gl.constexpr,
 ):
     """As sparse_decode_partial_kernel. Page strides and pages_delta (extra - main pages) count 16 bytes."""
     wait_for_previous_gluon()
@@ -316,12 +324,14 @@ def sparse_decode_hopper_kernel(
         tile_smem = ()
         for _ in gl.static_range(PARTS):
             tile_smem = tile_smem + (gl.allocate_shared_memory(gl.int32, [WARPS // 4, KEYS, 32], PANEL32),)
-        bytes_smem = gl.allocate_shared_memory(gl.int32, [7, KEYS, 16], BYTES)
+        bytes_smem = ()
+        for _ in gl.static_range(7):
+            bytes_smem = bytes_smem + (gl.allocate_shared_memory(gl.int32, [KEYS, 16], BYTES),)
         weight_smem = gl.allocate_shared_memory(gl.float16, [HEADS, KEYS], PANEL16)
         q_row_ptr = q_ptr + query * stride_q + first_head * stride_head
         top, total, acc = attend(
             q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
-            q_smem, bytes_smem, tile_smem, weight_smem, False, HEADS, WARPS,
+            q_smem, bytes_smem, tile_smem, weight_smem, False, HEADS, WARPS, KEYS,
         )  # fmt: skip
         size = gl.abs(acc[0])
         for g in gl.static_range(1, PARTS):
@@ -330,7 +340,7 @@ def sparse_decode_hopper_kernel(
         if bad != 0:
             top, total, acc = attend(
                 q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
-                q_smem, bytes_smem, tile_smem, weight_smem, True, HEADS, WARPS,
+                q_smem, bytes_smem, tile_smem, weight_smem, True, HEADS, WARPS, KEYS,
             )  # fmt: skip
         OUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
         out_head = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))

@@ -21,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4dist.kernels._triton.compile_spec import CompileSpec, spec
 from dsv4dist.kernels._triton.decode_traits import traits_of
-from dsv4dist.kernels._triton.hopper_decode import KEYS, PANEL16, barrier, load_to_shared
+from dsv4dist.kernels._triton.hopper_decode import PANEL16, barrier, load_to_shared
 from dsv4dist.kernels._triton.output_factor import output_factor
 
 DIM = gl.constexpr(512)
+KEYS = gl.constexpr(64)  # keys of one tile
 HEADS = gl.constexpr(64)  # of one program: the M of a warpgroup instruction
 WARPS = gl.constexpr(8)
 

@@ -95,7 +95,7 @@ def hopper_linear_kernel(
     SPLIT: shares are summed, first to last, by whoever comes last to a tile; `counter_ptr` has `arrival_counters`.
     """
     COLUMNS: gl.constexpr = 16 * WARPS
-    BOTH: gl.constexpr = ROWS <= 16  # products under way at once; more rows lack the registers
+    BOTH: gl.constexpr = ROWS <= 16  # products under way at once; more rows lack the registers, and have x two steps ahead
     AHEAD: gl.constexpr = 8 if BOTH else 4  # parts that the last program asks for at once
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -129,6 +129,8 @@ def hopper_linear_kernel(
     x_row_ptr = x_row_ptr + row.to(gl.int64)[:, None] * stride_x_row
     scales = scale_ptr + group * stride_scale_group + (tile * COLUMNS // BLOCK).to(gl.int64) * stride_scale_row + begin
     x, scale = load_x(x_row_ptr, scales, 0, row_ok, count, LOAD)
+    if not BOTH:
+        next_x, next_scale = load_x(x_row_ptr, scales, 1, row_ok, count, LOAD)
     total = gl.zeros((COLUMNS, ROWS), gl.float32, PRODUCT)
     nothing = gl.zeros((COLUMNS, ROWS), gl.float32, PRODUCT)
     for i in range(0, steps):
@@ -139,7 +141,11 @@ def hopper_linear_kernel(
         barrier()
         copy_weight(bytes_smem, from_ptr, column, i + STAGES - 1, count, STAGES)
         before = scale
-        x, scale = load_x(x_row_ptr, scales, i + 1, row_ok, count, LOAD)
+        if BOTH:
+            x, scale = load_x(x_row_ptr, scales, i + 1, row_ok, count, LOAD)
+        else:
+            x, scale = next_x, next_scale
+            next_x, next_scale = load_x(x_row_ptr, scales, i + 2, row_ok, count, LOAD)
         products = ()
         for half in gl.static_range(2):
             raw = bytes_smem.index(i % STAGES * 2 + half).load(TAKE)
@@ -193,7 +199,7 @@ MAX_ROWS = 32
 """For more rows than this the portable product is as fast, and a library's that quantises them is faster."""
 MAX_SPLITS, STAGES = 16, 2
 FEW_ROWS, MANY_WEIGHTS = 16, 1 << 24
-"""More rows than the first pay for weights of at least the second alone, with wider tiles, which read x less often."""
+"""More rows than the first take weights of at least the second in wider tiles, which read x less often."""
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
@@ -201,8 +207,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> 
     whole = weight.shape[2] % BLOCK.value == 0 and weight.stride(1) % 16 == 0 and weight.stride(0) % 16 == 0
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
     scaled = weight_scale.dtype == torch.float32 and weight_scale.stride(2) == 1
-    rows = MAX_ROWS if weight.numel() >= MANY_WEIGHTS else FEW_ROWS
-    return whole and aligned and scaled and x.dtype in (torch.bfloat16, torch.float16) and 0 < len(x) <= rows
+    return whole and aligned and scaled and x.dtype in (torch.bfloat16, torch.float16) and 0 < len(x) <= MAX_ROWS
 
 
 def hopper_linear(
@@ -223,7 +228,7 @@ def hopper_linear(
     rows, groups, channels = x.shape
     columns, blocks = weight.shape[1], channels // BLOCK.value
     padded = max(8, triton.next_power_of_2(rows))
-    warps = _warps(padded)
+    warps = _warps(padded, weight.numel())
     tiles = triton.cdiv(columns, 16 * warps)
     splits = num_splits or plan_splits(tiles * groups, blocks, padded, compute_units)
     per_split = triton.cdiv(blocks, splits)
@@ -240,17 +245,17 @@ def hopper_linear(
     )  # fmt: skip
 
 
-def _warps(padded: int) -> int:
+def _warps(padded: int, num_weights: int) -> int:
     """Warps of a program, each of which has 16 columns."""
-    return 4 if padded <= FEW_ROWS else 8
+    return 8 if padded > FEW_ROWS and num_weights >= MANY_WEIGHTS else 4
 
 
 def plan_splits(tiles: int, blocks: int, padded: int, compute_units: int) -> int:
     """Shares of the channels: so many that programs fill the device, of at least two blocks each.
 
-    Four programs of few rows share a multiprocessor, or two of more.
+    Four programs of few rows share a multiprocessor. With more, a share more costs what it saves: its sums are larger.
     """
-    programs = compute_units * (4 if padded <= FEW_ROWS else 2)
+    programs = compute_units * (4 if padded <= FEW_ROWS else 1)
     return max(1, min(MAX_SPLITS, blocks // 2, programs // tiles))
 
 
@@ -264,8 +269,8 @@ def compile_specs() -> list[CompileSpec]:
             "x_group", "x_row", "group", "row", "scale_group", "scale_row", "out_group", "out_row")},
     }  # fmt: skip
     specs = []
-    for rows in (8, 16, 32):
-        warps = _warps(rows)
+    for rows, weights in ((8, 0), (16, 0), (32, 0), (32, MANY_WEIGHTS)):
+        warps = _warps(rows, weights)
         for split in (False, True):
             absent = {} if split else dict.fromkeys(("part_ptr", "counter_ptr"))
             values = {"SPLIT": split, "ROWS": rows, "WARPS": warps, "STAGES": STAGES, **absent}

@@ -15,7 +15,6 @@ from dsv4dist.kernels._triton.hopper_decode import (
     _FP8_TO_BF16,
     _FP8_TO_FP16,
     _SCALE_PAIR,
-    KEYS,
     PANEL16,
     load_slots,
     rotate_back,
@@ -25,6 +24,7 @@ from dsv4dist.kernels._triton.hopper_decode import (
 from dsv4dist.kernels._triton.output_factor import output_factor
 
 DIM = gl.constexpr(512)
+KEYS = gl.constexpr(64)  # keys of one tile
 FEW_WARPS = gl.constexpr(4)
 
 # [64 keys, 16 dwords], 16 bytes a lane, four lanes a key. FEW_ROWS: a warp has the 16 keys that its rows of a product are.
@@ -156,11 +156,11 @@ def attend_few(
     load_query(q_row_ptr, heads_left, stride_head, q_smem, True, DTYPE, HEADS, FEW_WARPS)
     by_row: gl.constexpr = gl.SliceLayout(1, FEW_ROWS)
     by_key: gl.constexpr = gl.SliceLayout(1, FEW_PRODUCT)
-    slot = load_slots(lists, 0, by_row)
+    slot = load_slots(lists, 0, KEYS, by_row)
     present = within_cache(lists, slot, 0) & (tiles > 0)
     raw, word = fetch_rows(pages, slot, present, main_tiles > 0, FEW_ROWS)
-    slot = load_slots(lists, 1, by_row)
-    shown = load_slots(lists, 0, by_key)
+    slot = load_slots(lists, 1, KEYS, by_row)
+    shown = load_slots(lists, 0, KEYS, by_key)
     total = gl.reshape(gl.zeros((KEYS, HEADS), gl.float32, FEW_PRODUCT), (4, 16, HEADS))
     top = gl.full((4, HEADS), float("-inf"), gl.float32, gl.SliceLayout(1, total.type.layout))
     highest = gl.full((HEADS,), float("-inf"), gl.float32, BY_HEAD)
@@ -177,8 +177,8 @@ def attend_few(
         seen = within_cache(lists, shown, tile)
         present = within_cache(lists, slot, tile + 1) & (tile + 1 < tiles)
         raw, word = fetch_rows(pages, slot, present, tile + 1 < main_tiles, FEW_ROWS)
-        slot = load_slots(lists, tile + 2, by_row)
-        shown = load_slots(lists, tile + 1, by_key)
+        slot = load_slots(lists, tile + 2, KEYS, by_row)
+        shown = load_slots(lists, tile + 1, KEYS, by_key)
 
         scores = gl.where(seen[:, None], scores * scale_log2, float("-inf"))
         scores = gl.reshape(scores, (4, 16, HEADS))

@@ -23,10 +23,8 @@ HEAD_DIM = 512
 ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
 MAX_QUERIES = 1 << 31
-IN_PLACE_QUERIES = {8: (range(128, 256), range(1024, MAX_QUERIES)), 16: (range(128, MAX_QUERIES),)}
+IN_PLACE_QUERIES = {8: range(1024, MAX_QUERIES), 16: range(256, MAX_QUERIES)}
 """For up to so many heads, and for so many queries, Hopper runs the kernel in which keys stay in registers."""
-KEY_TILE = 64
-"""Keys by which the work of a call is counted where its shape is chosen."""
 _FORMATS = {Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}  # as in tiles.py; 3 = rows, 0 = no segment
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,7 +76,7 @@ def sparse_attention(
     sources = (_source(main, traits), _absent(q) if extra is None else _source(extra, traits))
     dtype, exact = _compute_types([main] if extra is None else [main, extra], traits)
     capacities = [source.indices.numel() if source.code else 0 for source in sources]
-    tile = traits.tile(num_heads, dtype, all(_gluon_ready(source) for source in sources), _key_tiles(capacities))
+    tile = traits.tile(num_heads, dtype, all(_gluon_ready(source) for source in sources), sum(capacities))
     if num_splits is None and _in_place(tile, num_queries, num_heads):
         from dsv4dist.kernels._triton.hopper_prefill import launch_in_place
 
@@ -93,13 +91,9 @@ def sparse_attention(
     return out
 
 
-def _key_tiles(capacities: list[int]) -> int:
-    return sum(triton.cdiv(capacity, KEY_TILE) for capacity in capacities)
-
-
 def _in_place(tile: Tile, num_queries: int, num_heads: int) -> bool:
-    ranges = next((ranges for heads, ranges in IN_PLACE_QUERIES.items() if num_heads <= heads), ())
-    return tile.warpgroup and any(num_queries in one for one in ranges)
+    queries = next((queries for heads, queries in IN_PLACE_QUERIES.items() if num_heads <= heads), range(0))
+    return tile.warpgroup and num_queries in queries
 
 
 def planned_splits(
@@ -107,8 +101,8 @@ def planned_splits(
 ) -> int:
     """The split count of a call on two fp8 caches in the device's own encoding, whose lists have these capacities."""
     traits = traits_of(device)
-    dtype, key_tiles = tl.float32 if traits.only_fp32 else tl.float16, _key_tiles([main_capacity, extra_capacity])
-    tile = traits.tile(num_heads, dtype, True, key_tiles)
+    dtype = tl.float32 if traits.only_fp32 else tl.float16
+    tile = traits.tile(num_heads, dtype, True, main_capacity + extra_capacity)
     if _in_place(tile, num_queries, num_heads):
         return 1
     blocks = triton.cdiv(num_heads, tile.heads)
@@ -153,7 +147,7 @@ def _launch(
                 main.stride // 16, there.stride // 16, main.block_size.bit_length() - 1,
                 there.block_size.bit_length() - 1, main.slots, there.slots, num_heads, num_splits, scale * LOG2_E,
                 EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
-                HEADS=tile.heads, WARPS=tile.warps, num_warps=tile.warps, **early,
+                HEADS=tile.heads, WARPS=tile.warps, KEYS=tile.keys, num_warps=tile.warps, **early,
             )  # fmt: skip
         elif tile.cdna:
             from dsv4dist.kernels._triton.cdna_decode import sparse_decode_partial_cdna_kernel
@@ -312,7 +306,7 @@ def compile_specs() -> list[CompileSpec]:
                 if block_size:
                     extra = _source(segments[1], traits)
                 for heads in (8, 16, 32, 64, 128):
-                    tile = traits.tile(heads, dtype, _gluon_ready(main) and _gluon_ready(extra), key_tiles=1 << 20)
+                    tile = traits.tile(heads, dtype, _gluon_ready(main) and _gluon_ready(extra), num_keys=1 << 26)
                     name = f"sparse_decode {kind} {'fp8' if fp8_format else 'bf16'} {tile.heads}x{tile.keys}"
                     for finish in (False, True):
                         one = _partial_spec(name, (main, extra), dtype, exact, tile, finish, arch)
@@ -358,7 +352,7 @@ def _partial_spec(
             "data_ptr": main_type, "indices_ptr": "*i32", "extra_indptr_ptr": "*i32", "pages_delta": "i64",
             "indices_delta": "i64", "main_shift": "i32", "extra_shift": "i32",
         }  # fmt: skip
-        values |= {"EXTRA": extra.code != 0, "HEADS": tile.heads, "WARPS": tile.warps}
+        values |= {"EXTRA": extra.code != 0, "HEADS": tile.heads, "WARPS": tile.warps, "KEYS": tile.keys}
         common["spills_because"] = "decode_traits chose the shape by its time on an H200"
         return spec(sparse_decode_hopper_kernel, f"{name} hopper", signature, constexprs=values, large=("data_ptr",),
                     aligned=() if extra.code else ("pages_delta", "indices_delta"), **common)  # fmt: skip
