@@ -95,7 +95,8 @@ def hopper_linear_kernel(
     SPLIT: shares are summed, first to last, by whoever comes last to a tile; `counter_ptr` has `arrival_counters`.
     """
     COLUMNS: gl.constexpr = 16 * WARPS
-    BOTH: gl.constexpr = ROWS <= 16  # products under way at once; more rows lack the registers, and have x two steps ahead
+    BOTH: gl.constexpr = ROWS <= 16  # products under way at once; more rows lack the registers
+    TWO_AHEAD: gl.constexpr = ROWS > 16 and WARPS == 4  # x; with 8 warps two programs would not share a unit any more
     AHEAD: gl.constexpr = 8 if BOTH else 4  # parts that the last program asks for at once
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
@@ -129,7 +130,7 @@ def hopper_linear_kernel(
     x_row_ptr = x_row_ptr + row.to(gl.int64)[:, None] * stride_x_row
     scales = scale_ptr + group * stride_scale_group + (tile * COLUMNS // BLOCK).to(gl.int64) * stride_scale_row + begin
     x, scale = load_x(x_row_ptr, scales, 0, row_ok, count, LOAD)
-    if not BOTH:
+    if TWO_AHEAD:
         next_x, next_scale = load_x(x_row_ptr, scales, 1, row_ok, count, LOAD)
     total = gl.zeros((COLUMNS, ROWS), gl.float32, PRODUCT)
     nothing = gl.zeros((COLUMNS, ROWS), gl.float32, PRODUCT)
@@ -141,11 +142,11 @@ def hopper_linear_kernel(
         barrier()
         copy_weight(bytes_smem, from_ptr, column, i + STAGES - 1, count, STAGES)
         before = scale
-        if BOTH:
-            x, scale = load_x(x_row_ptr, scales, i + 1, row_ok, count, LOAD)
-        else:
+        if TWO_AHEAD:
             x, scale = next_x, next_scale
             next_x, next_scale = load_x(x_row_ptr, scales, i + 2, row_ok, count, LOAD)
+        else:
+            x, scale = load_x(x_row_ptr, scales, i + 1, row_ok, count, LOAD)
         products = ()
         for half in gl.static_range(2):
             raw = bytes_smem.index(i % STAGES * 2 + half).load(TAKE)
@@ -230,7 +231,7 @@ def hopper_linear(
     padded = max(8, triton.next_power_of_2(rows))
     warps = _warps(padded, weight.numel())
     tiles = triton.cdiv(columns, 16 * warps)
-    splits = num_splits or plan_splits(tiles * groups, blocks, padded, compute_units)
+    splits = num_splits or plan_splits(tiles * groups, blocks, padded, warps, compute_units)
     per_split = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, per_split)
     parts = counters = None
@@ -250,13 +251,15 @@ def _warps(padded: int, num_weights: int) -> int:
     return 8 if padded > FEW_ROWS and num_weights >= MANY_WEIGHTS else 4
 
 
-def plan_splits(tiles: int, blocks: int, padded: int, compute_units: int) -> int:
+def plan_splits(tiles: int, blocks: int, padded: int, warps: int, compute_units: int) -> int:
     """Shares of the channels: so many that programs fill the device, of at least two blocks each.
 
-    Four programs of few rows share a multiprocessor. With more, a share more costs what it saves: its sums are larger.
+    Four programs of few rows share a multiprocessor, or two wide ones. Narrow ones of more rows get one each, and counts
+    that divide the channels: a share more costs what it saves, since its sums are larger.
     """
-    programs = compute_units * (4 if padded <= FEW_ROWS else 1)
-    return max(1, min(MAX_SPLITS, blocks // 2, programs // tiles))
+    programs = compute_units * (4 if padded <= FEW_ROWS else warps // 4)
+    splits = max(1, min(MAX_SPLITS, blocks // 2, programs // tiles))
+    return splits if padded <= FEW_ROWS or warps == 8 else 1 << (splits.bit_length() - 1)
 
 
 def compile_specs() -> list[CompileSpec]:

@@ -23,7 +23,7 @@ HEAD_DIM = 512
 ROTARY_DIM = 64
 LOG2_E = 1.4426950408889634
 MAX_QUERIES = 1 << 31
-IN_PLACE_QUERIES = {8: range(1024, MAX_QUERIES), 16: range(256, MAX_QUERIES)}
+IN_PLACE_QUERIES = {8: (range(128, 256), range(1024, MAX_QUERIES)), 16: (range(128, MAX_QUERIES),)}
 """For up to so many heads, and for so many queries, Hopper runs the kernel in which keys stay in registers."""
 _FORMATS = {Fp8Format.OCP: 1, Fp8Format.FNUZ: 2}  # as in tiles.py; 3 = rows, 0 = no segment
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -92,8 +92,8 @@ def sparse_attention(
 
 
 def _in_place(tile: Tile, num_queries: int, num_heads: int) -> bool:
-    queries = next((queries for heads, queries in IN_PLACE_QUERIES.items() if num_heads <= heads), range(0))
-    return tile.warpgroup and num_queries in queries
+    ranges = next((ranges for heads, ranges in IN_PLACE_QUERIES.items() if num_heads <= heads), ())
+    return tile.warpgroup and any(num_queries in one for one in ranges)
 
 
 def planned_splits(
