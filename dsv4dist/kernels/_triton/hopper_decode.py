@@ -17,6 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dsv4dist.kernels._triton.early_launch import wait_for_previous_gluon
 from dsv4dist.kernels._triton.output_factor import output_factor
 
+WARPS = gl.constexpr(8)
+CHANNELS = gl.constexpr(128)  # of one product with the values: 64 for each warpgroup
+PARTS = gl.constexpr(4)  # products that have all 512
 PANEL16 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 PANEL32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -120,42 +123,47 @@ def load_rows(pages, slot, present, is_main, bytes_smem, ROW: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(
-    bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr
-):
+def fp8_pairs(raw, word, g: gl.constexpr, SCRUB: gl.constexpr):
+    """Two pairs of 16-bit numbers for each dword of fp8 of group g, scaled; fp16, or if SCRUB bf16 without NaN.
+
+    raw [KEYS, n] has the bytes, word [KEYS] the scales of all groups.
+    """
+    byte = (word >> (8 * g)).to(gl.int32)
+    if SCRUB:
+        bits = (byte & 0xFF) << 23
+        scale = gl.where(bits == 0, 0x00400000, gl.where(bits == 0x7F800000, 0x7FC00000, bits))
+        scale = scale.to(gl.float32, bitcast=True)
+        return gl.inline_asm_elementwise(
+            _FP8_TO_BF16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        scale = gl.inline_asm_elementwise(_SCALE_PAIR, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
+        return gl.inline_asm_elementwise(
+            _FP8_TO_FP16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def store_tile(bytes_smem, rope, word, tile_smem, ROW: gl.constexpr, SCRUB: gl.constexpr, KEYS: gl.constexpr):
     """Write a tile to shared memory as pairs of 16-bit numbers [KEYS, 32] a group; scaled, bf16 without NaN if SCRUB."""
-    for first in gl.static_range(WARPS // 4):  # the first groups of all allocations before any second: one barrier
-        for g in gl.static_range(first, 7, WARPS // 4):
-            raw = bytes_smem[g].load(ROW)
-            byte = (word >> (8 * g)).to(gl.int32)
-            if SCRUB:
-                bits = (byte & 0xFF) << 23
-                scale = gl.where(bits == 0, 0x00400000, gl.where(bits == 0x7F800000, 0x7FC00000, bits))
-                scale = scale.to(gl.float32, bitcast=True)
-                low, high = gl.inline_asm_elementwise(
-                    _FP8_TO_BF16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-                )
-            else:
-                scale = gl.inline_asm_elementwise(_SCALE_PAIR, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
-                low, high = gl.inline_asm_elementwise(
-                    _FP8_TO_FP16, "=r,=r,r,r", [raw, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-                )
-            pairs = gl.reshape(gl.join(low, high), (KEYS, 32))
-            group_of(tile_smem, g, WARPS).store(pairs)
+    for first in gl.static_range(2):  # the first groups of all allocations before any second: one barrier
+        for g in gl.static_range(first, 7, 2):
+            low, high = fp8_pairs(bytes_smem[g].load(ROW), word, g, SCRUB)
+            group_of(tile_smem, g).store(gl.reshape(gl.join(low, high), (KEYS, 32)))
     convert: gl.constexpr = _BF16_SCRUB if SCRUB else _BF16_TO_FP16
     pairs = gl.inline_asm_elementwise(convert, "=r,r", [rope], dtype=gl.int32, is_pure=True, pack=1)
-    group_of(tile_smem, 7, WARPS).store(pairs)
+    group_of(tile_smem, 7).store(pairs)
 
 
 @gluon.jit
 def attend(
     q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
     q_smem, bytes_smem, tile_smem, weight_smem,
-    SCRUB: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr,
+    SCRUB: gl.constexpr, HEADS: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax, base 2, over tiles [begin, end): maximum [HEADS], sum [HEADS], values, a tuple of [M, HEADS].
+    """Online softmax, base 2, over tiles [begin, end): maximum [HEADS], sum [HEADS], values, PARTS of [CHANNELS, HEADS].
 
-    M = 16 * WARPS channels are one product. Two warpgroups with 64 keys take half the heads of the scores each.
+    Both warpgroups take half the keys of the scores each, or with 64 keys half the heads.
     """
     DTYPE: gl.constexpr = gl.bfloat16 if SCRUB else gl.float16
     ROW: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])  # 16 bytes a thread
@@ -164,7 +172,6 @@ def attend(
         [3, 0], [BY_KEY, WARPS // BY_KEY], [16, HEADS * BY_KEY // WARPS, 16]
     )
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEADS, 16])
-    PARTS: gl.constexpr = 32 // WARPS
     by_row: gl.constexpr = gl.SliceLayout(1, ROW)
     by_key: gl.constexpr = gl.SliceLayout(1, SCORES)
     slot = load_slots(lists, begin, KEYS, by_row)
@@ -184,11 +191,11 @@ def attend(
     total = gl.zeros((KEYS, HEADS), gl.float32, SCORES)
     acc = ()
     for _ in gl.static_range(PARTS):
-        acc = acc + (gl.zeros((16 * WARPS, HEADS), gl.float32, VALUES),)
+        acc = acc + (gl.zeros((CHANNELS, HEADS), gl.float32, VALUES),)
     for tile in range(begin, end):
         async_copy.wait_group(0)
         barrier()
-        store_tile(bytes_smem, rope, word, tile_smem, ROW, SCRUB, WARPS, KEYS)
+        store_tile(bytes_smem, rope, word, tile_smem, ROW, SCRUB, KEYS)
         seen = within_cache(lists, shown, tile)
         fence_async_shared()
         barrier()
@@ -200,7 +207,7 @@ def attend(
         scores = gl.zeros((KEYS, HEADS), gl.float32, SCORES)
         for g in gl.static_range(8):
             scores = warpgroup_mma(
-                view(group_of(tile_smem, g, WARPS), DTYPE, KEYS, 64), view(q_smem[g], DTYPE, HEADS, 64).permute((1, 0)),
+                view(group_of(tile_smem, g), DTYPE, KEYS, 64), view(q_smem[g], DTYPE, HEADS, 64).permute((1, 0)),
                 scores, use_acc=g > 0, is_async=True,
             )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -218,7 +225,7 @@ def attend(
         barrier()
         products = ()
         for part in gl.static_range(PARTS):
-            values = channels_of(tile_smem, part, DTYPE, WARPS, KEYS)
+            values = channels_of(tile_smem, part, DTYPE, KEYS)
             faded = acc[part] * fade[None, :]
             products = products + (warpgroup_mma(values, weights.permute((1, 0)), faded, is_async=True),)
         acc = warpgroup_mma_wait(0, deps=products)
@@ -228,22 +235,15 @@ def attend(
 
 
 @gluon.jit
-def group_of(tile_smem, g: gl.constexpr, WARPS: gl.constexpr):
-    """Group g of 64 channels of the tile, pairs [KEYS, 32]; an allocation has as many as `channels_of` takes at once."""
-    return tile_smem[g * 4 // WARPS].index(g % (WARPS // 4))
+def group_of(tile_smem, g: gl.constexpr):
+    """Group g of 64 channels of the tile, pairs [KEYS, 32]; an allocation has the two that `channels_of` takes at once."""
+    return tile_smem[g // 2].index(g % 2)
 
 
 @gluon.jit
-def channels_of(tile_smem, part: gl.constexpr, DTYPE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr):
-    """Part `part` of the tile as [16 * WARPS channels, KEYS]."""
-    if WARPS == 4:
-        return view(tile_smem[part].index(0), DTYPE, KEYS, 64).permute((1, 0))
-    else:
-        if _REINTERPRETS:
-            pairs = tile_smem[part].reinterpret(DTYPE, [KEYS, 128], PANEL16)
-        else:
-            pairs = tile_smem[part]._reinterpret(DTYPE, [KEYS, 128], PANEL16)
-        return pairs.permute((1, 0))
+def channels_of(tile_smem, part: gl.constexpr, DTYPE: gl.constexpr, KEYS: gl.constexpr):
+    """Part `part` of the tile as [CHANNELS, KEYS]."""
+    return view(tile_smem[part], DTYPE, KEYS, CHANNELS).permute((1, 0))
 
 
 @gluon.jit(do_not_specialize=("main_shift", "extra_shift", "main_slots", "extra_slots", "num_heads", "num_splits"))
@@ -280,7 +280,6 @@ def sparse_decode_hopper_kernel(
     ROTATE: gl.constexpr,
     FINISH: gl.constexpr,
     HEADS: gl.constexpr,
-    WARPS: gl.constexpr,
     KEYS: gl.constexpr,
 ):
     """As sparse_decode_partial_kernel. Page strides and pages_delta (extra - main pages) count 16 bytes."""
@@ -306,8 +305,6 @@ def sparse_decode_hopper_kernel(
     heads_left = num_heads - first_head
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEADS, 16])
     BY_HEAD: gl.constexpr = gl.SliceLayout(0, VALUES)
-    PARTS: gl.constexpr = 32 // WARPS
-    CHANNELS: gl.constexpr = 16 * WARPS
     lane = gl.arange(0, HEADS, BY_HEAD)
     head_at = (query * num_heads + first_head + lane) * num_splits + split
     if (not FINISH) and (begin >= tiles):
@@ -323,7 +320,7 @@ def sparse_decode_hopper_kernel(
             q_smem = q_smem + (gl.allocate_shared_memory(gl.float16, [HEADS, 64], PANEL16),)
         tile_smem = ()
         for _ in gl.static_range(PARTS):
-            tile_smem = tile_smem + (gl.allocate_shared_memory(gl.int32, [WARPS // 4, KEYS, 32], PANEL32),)
+            tile_smem = tile_smem + (gl.allocate_shared_memory(gl.int32, [2, KEYS, 32], PANEL32),)
         bytes_smem = ()
         for _ in gl.static_range(7):
             bytes_smem = bytes_smem + (gl.allocate_shared_memory(gl.int32, [KEYS, 16], BYTES),)
@@ -331,7 +328,7 @@ def sparse_decode_hopper_kernel(
         q_row_ptr = q_ptr + query * stride_q + first_head * stride_head
         top, total, acc = attend(
             q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
-            q_smem, bytes_smem, tile_smem, weight_smem, False, HEADS, WARPS, KEYS,
+            q_smem, bytes_smem, tile_smem, weight_smem, False, HEADS, KEYS,
         )  # fmt: skip
         size = gl.abs(acc[0])
         for g in gl.static_range(1, PARTS):
@@ -340,7 +337,7 @@ def sparse_decode_hopper_kernel(
         if bad != 0:
             top, total, acc = attend(
                 q_row_ptr, heads_left, stride_head, lists, pages, begin, end, main_tiles, scale_log2,
-                q_smem, bytes_smem, tile_smem, weight_smem, True, HEADS, WARPS, KEYS,
+                q_smem, bytes_smem, tile_smem, weight_smem, True, HEADS, KEYS,
             )  # fmt: skip
         OUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
         out_head = gl.arange(0, HEADS, gl.SliceLayout(1, OUT))

@@ -12,10 +12,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from dsv4dist.kernels._triton.hopper_decode import (
     _BF16_SCRUB,
     _BF16_TO_FP16,
-    _FP8_TO_BF16,
-    _FP8_TO_FP16,
-    _SCALE_PAIR,
     PANEL16,
+    fp8_pairs,
     load_slots,
     rotate_back,
     view,
@@ -70,19 +68,7 @@ def pairs_of(raw, word, g: gl.constexpr, SCRUB: gl.constexpr):
         second = gl.inline_asm_elementwise(convert, "=r,r", [raw[8]], dtype=gl.int32, is_pure=True, pack=1)
         pairs = gl.permute(gl.join(first, second), (0, 2, 1))  # the two halves, one after the other
     else:
-        byte = (word >> (8 * g)).to(gl.int32)
-        if SCRUB:
-            bits = (byte & 0xFF) << 23
-            scale = gl.where(bits == 0, 0x00400000, gl.where(bits == 0x7F800000, 0x7FC00000, bits))
-            scale = scale.to(gl.float32, bitcast=True)
-            first, second = gl.inline_asm_elementwise(
-                _FP8_TO_BF16, "=r,=r,r,r", [raw[g], scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-            )
-        else:
-            scale = gl.inline_asm_elementwise(_SCALE_PAIR, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
-            first, second = gl.inline_asm_elementwise(
-                _FP8_TO_FP16, "=r,=r,r,r", [raw[g], scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-            )
+        first, second = fp8_pairs(raw[g], word, g, SCRUB)
         pairs = gl.join(first, second)
     return gl.reshape(pairs, (KEYS, 32))
 

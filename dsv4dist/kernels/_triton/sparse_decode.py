@@ -147,7 +147,7 @@ def _launch(
                 main.stride // 16, there.stride // 16, main.block_size.bit_length() - 1,
                 there.block_size.bit_length() - 1, main.slots, there.slots, num_heads, num_splits, scale * LOG2_E,
                 EXTRA=extra.code != 0, HAS_SINK=sink is not None, ROTATE=rotate, FINISH=finish,
-                HEADS=tile.heads, WARPS=tile.warps, KEYS=tile.keys, num_warps=tile.warps, **early,
+                HEADS=tile.heads, KEYS=tile.keys, num_warps=tile.warps, **early,
             )  # fmt: skip
         elif tile.cdna:
             from dsv4dist.kernels._triton.cdna_decode import sparse_decode_partial_cdna_kernel
@@ -352,7 +352,7 @@ def _partial_spec(
             "data_ptr": main_type, "indices_ptr": "*i32", "extra_indptr_ptr": "*i32", "pages_delta": "i64",
             "indices_delta": "i64", "main_shift": "i32", "extra_shift": "i32",
         }  # fmt: skip
-        values |= {"EXTRA": extra.code != 0, "HEADS": tile.heads, "WARPS": tile.warps, "KEYS": tile.keys}
+        values |= {"EXTRA": extra.code != 0, "HEADS": tile.heads, "KEYS": tile.keys}
         common["spills_because"] = "decode_traits chose the shape by its time on an H200"
         return spec(sparse_decode_hopper_kernel, f"{name} hopper", signature, constexprs=values, large=("data_ptr",),
                     aligned=() if extra.code else ("pages_delta", "indices_delta"), **common)  # fmt: skip
