@@ -50,7 +50,7 @@ class EngineConfig:
     address: str = "auto"
     """Ray: `auto` joins the cluster that RAY_ADDRESS names and else starts a private one, `local`, or HOST:PORT."""
     seed: int = 0
-    """Seed of requests that bring none; the i-th such request of an engine uses seed + i."""
+    """Seed of requests that bring none; the i-th such request of an engine uses seed + i, modulo 2^64."""
     distributed_executor_backend: str = "ray"
     """`ray`: one actor per rank. `local`: one rank inside the calling process."""
     trace: str | Path | None = None
@@ -78,6 +78,8 @@ class EngineConfig:
             )
         if not 1 <= self.run_ahead <= MAX_RUN_AHEAD:
             problems.append(f"--run-ahead is {self.run_ahead}; expected 1 to {MAX_RUN_AHEAD}")
+        if not 0 <= self.seed < 2**64:
+            problems.append(f"--seed is {self.seed}; expected 0 to 2^64 - 1")
         if self.max_recoveries < 0:
             problems.append(f"--max-recoveries is {self.max_recoveries}; expected 0 or more")
         for name in ("max_model_len", "kv_cache_memory_bytes"):

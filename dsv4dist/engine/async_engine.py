@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import queue
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from dsv4dist.config.runtime import EngineConfig
 from dsv4dist.engine.core import EngineCore, Prompt
 from dsv4dist.engine.engine import Engine
 from dsv4dist.engine.request import Request, RequestOutput, SamplingParams
-from dsv4dist.errors import WorkerError
+from dsv4dist.errors import RequestError, WorkerError
 
 IDLE_POLL_S = 0.5
 
@@ -27,8 +27,38 @@ class _Stream:
     outputs: asyncio.Queue[RequestOutput | Exception]
     num_sent: int = 0
 
-    def send(self, item: RequestOutput | Exception) -> None:
-        self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+    def send(self, item: RequestOutput | Exception) -> bool:
+        """False if that event loop has been closed, so that nobody reads any more."""
+        return _call_soon(self.loop, self.outputs.put_nowait, item)
+
+
+class _Outputs(AsyncIterator[RequestOutput]):
+    """What `submit` returns. Also one that was never read from aborts its request when closed or dropped."""
+
+    def __init__(self, stream: _Stream, abort: Callable[[], None]) -> None:
+        self._stream, self._abort, self._finished = stream, abort, False
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        try:
+            item = await self._stream.outputs.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self._finished = isinstance(item, Exception) or item.finish_reason is not None
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        """Read no further: abort the request unless it has ended."""
+        self.__del__()
+
+    def __del__(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._abort()
 
 
 class AsyncEngine:
@@ -36,12 +66,11 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, start: Callable[[EngineConfig], EngineCore] = Engine) -> None:
         """Start the engine; blocks until it is ready.  Raises: what Engine raises."""
-        self._ids = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._stopping = False
         self._ended: WorkerError | None = None
-        self._ended_lock = threading.Lock()
+        self._ended_lock = threading.RLock()  # an iterator may be collected, and abort, wherever memory is taken
         self._engine = start(config)
         self._thread = threading.Thread(target=self._serve, name="engine steps", daemon=True)
         self._thread.start()
@@ -52,27 +81,43 @@ class AsyncEngine:
         """Queue a request; the iterator yields its state whenever it has more tokens, the finished state last.
 
         A consumer that stops early or is cancelled aborts its request.
-        Raises: RequestError for a request that cannot be served; WorkerError, also from the iterator, when the ranks
-        are lost or the engine was shut down.
+        Raises: RequestError for a request that cannot be served, or an id that a running one has; WorkerError, also
+        from the iterator, when the ranks are lost or the engine was shut down.
         """
-        own_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        own_id = request_id if request_id is not None else f"request-{uuid.uuid4().hex}"
         loop = asyncio.get_running_loop()
         queued: asyncio.Future[_Stream] = loop.create_future()
+
+        def abort() -> None:
+            self._command(lambda: self._abort(own_id))
+
+        def deliver(stream: _Stream) -> None:
+            if queued.cancelled():
+                abort()
+            else:
+                queued.set_result(stream)
 
         def add() -> None:
             try:
                 if self._ended is not None:
                     raise self._ended
+                if own_id in self._streams:
+                    raise RequestError(f"a request with id {own_id!r} is running; give each an id of its own")
                 request = self._engine.queue_request(prompt, params, own_id)
             except Exception as error:
-                loop.call_soon_threadsafe(_set_exception, queued, error)
+                _call_soon(loop, _set_exception, queued, error)
                 return
             stream = _Stream(request, loop, asyncio.Queue())
             self._streams[own_id] = stream
-            loop.call_soon_threadsafe(_set_result, queued, stream)
+            _call_soon(loop, deliver, stream)
 
         self._command(add)
-        return self._outputs(own_id, await queued)
+        try:
+            return _Outputs(await queued, abort)
+        except asyncio.CancelledError:
+            if queued.done() and not queued.cancelled() and queued.exception() is None:
+                abort()
+            raise
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort"."""
@@ -83,19 +128,6 @@ class AsyncEngine:
         self._stopping = True
         self._command(lambda: None)
         await asyncio.to_thread(self._thread.join)
-
-    async def _outputs(self, request_id: str, stream: _Stream) -> AsyncIterator[RequestOutput]:
-        finished = False
-        try:
-            while not finished:
-                item = await stream.outputs.get()
-                finished = isinstance(item, Exception) or item.finish_reason is not None
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            if not finished:
-                self._command(lambda: self._abort(request_id))
 
     def _command(self, command: Callable[[], None]) -> None:
         """Have the thread run `command` before its next step; at once, when the thread has ended."""
@@ -118,19 +150,21 @@ class AsyncEngine:
             while not self._stopping:
                 self._take_commands()
                 self._send(self._engine.step())
-        except WorkerError as error:
-            ended = error
+        except Exception as error:
+            ended = error if isinstance(error, WorkerError) else WorkerError(f"the engine failed: {error!r}")
             for stream in self._streams.values():
-                stream.send(error)
+                stream.send(ended)
         finally:
-            for request_id in list(self._streams):
-                self._engine.abort(request_id)
-            self._send(self._engine.take_finished())
-            self._engine.shutdown()
-            with self._ended_lock:
-                self._ended = ended
-            while not self._commands.empty():
-                self._commands.get()()
+            try:
+                for request_id in list(self._streams):
+                    self._engine.abort(request_id)
+                self._send(self._engine.take_finished())
+            finally:
+                self._engine.shutdown()
+                with self._ended_lock:
+                    self._ended = ended
+                while not self._commands.empty():
+                    self._commands.get()()
 
     def _take_commands(self) -> None:
         wait = not self._engine.has_unfinished
@@ -147,15 +181,23 @@ class AsyncEngine:
             stream = self._streams.pop(output.id, None)
             if stream is not None:
                 stream.send(output)
-        for stream in self._streams.values():
+        unread = []
+        for request_id, stream in self._streams.items():
             if len(stream.request.output_token_ids) > stream.num_sent:
                 stream.num_sent = len(stream.request.output_token_ids)
-                stream.send(self._engine.output_of(stream.request))
+                if not stream.send(self._engine.output_of(stream.request)):
+                    unread.append(request_id)
+        for request_id in unread:
+            self._engine.abort(request_id)
 
 
-def _set_result(future: asyncio.Future[_Stream], stream: _Stream) -> None:
-    if not future.cancelled():
-        future.set_result(stream)
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> bool:
+    """Have an event loop of another thread run `call`; False if it has been closed."""
+    try:
+        loop.call_soon_threadsafe(call, *arguments)
+    except RuntimeError:  # asyncio's way to say so
+        return False
+    return True
 
 
 def _set_exception(future: asyncio.Future[_Stream], error: Exception) -> None:

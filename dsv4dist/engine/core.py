@@ -22,7 +22,7 @@ from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4dist.engine.step_plan import build_step_plan
 from dsv4dist.engine.tokenizer import Tokenizer, encode_prompt
 from dsv4dist.engine.trace import StepTrace
-from dsv4dist.errors import RequestError, WorkerError
+from dsv4dist.errors import RequestError, WorkerError, one_error
 from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
 
@@ -190,6 +190,9 @@ class EngineCore:
             self._queue(request)
         for _ in self._serve(requests):
             pass
+        lost = [f"sequence {request.id} {request.error}" for request in requests if request.finish_reason == "error"]
+        if lost:
+            raise one_error(WorkerError, "scores", lost)
         return [_score_output(request, return_logits) for request in requests]
 
     def progress(self) -> tuple[int, int]:
@@ -393,7 +396,7 @@ class EngineCore:
                 f"prompt and output need {max_total_tokens} tokens of cache; {capacity} fit: lower max_tokens or give "
                 "more memory (--kv-cache-memory-bytes)"
             )
-        seed = params.seed if params.seed is not None else next(self._default_seeds)
+        seed = params.seed if params.seed is not None else next(self._default_seeds) % 2**64
         return Request(request_id, tokens, params, seed, max_total_tokens, kind)
 
     def _queue(self, request: Request) -> None:

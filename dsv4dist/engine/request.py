@@ -14,6 +14,8 @@ from dsv4dist.errors import RequestError, one_error
 from dsv4dist.workers.packet import RowKind
 
 _PARAMS = struct.Struct("<ffiQ")
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+_MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,26 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def check(self) -> None:
-        """Refuse values out of range.  Raises: RequestError naming each."""
+        """Refuse values of the wrong type or out of range.  Raises: RequestError naming each."""
         problems = []
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, np.integer)) or (name == "seed" and value is None)):
+                problems.append(f"{name} is {value!r}; expected an integer")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float, np.integer, np.floating)):
+                problems.append(f"{name} is {value!r}; expected a number")
+        if problems:
+            raise one_error(RequestError, "sampling parameters", problems)
         if self.max_tokens < 1:
             problems.append(f"max_tokens is {self.max_tokens}; expected at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(f"temperature is {self.temperature}; expected 0 or more")
+        if not 0 <= self.temperature <= _MAX_TEMPERATURE:
+            problems.append(f"temperature is {self.temperature}; expected 0 to {_MAX_TEMPERATURE:.3g}")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p is {self.top_p}; expected above 0, at most 1")
-        if self.top_k < 0:
-            problems.append(f"top_k is {self.top_k}; expected 0 (no limit) or more")
+        if not 0 <= self.top_k <= _MAX_TOP_K:
+            problems.append(f"top_k is {self.top_k}; expected 0 (no limit) to {_MAX_TOP_K}")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             problems.append(f"seed is {self.seed}; expected 0 to 2^64 - 1")
         if problems:

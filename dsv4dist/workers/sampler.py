@@ -58,7 +58,8 @@ def sample(
     if all_greedy:
         return largest
     drawn = temperature > 0
-    scaled = (logits / torch.where(drawn, temperature, 1.0).unsqueeze(1)).double()
+    # In float64: a tiny temperature would turn several logits into infinities that tie.
+    scaled = logits.double() / torch.where(drawn, temperature, 1.0).double().unsqueeze(1)
     kept = _keep_likeliest(scaled, top_p.double(), top_k)
     noise = -torch.log(-torch.log(philox_uniform(seed, positions, logits.shape[1])))
     return torch.where(drawn, (scaled + noise).masked_fill(~kept, float("-inf")).argmax(dim=-1), largest)

@@ -122,3 +122,72 @@ def test_shutdown_ends_what_runs() -> None:
 
     run(body)
     assert seen[-1].finish_reason == "abort"
+
+
+def test_an_id_is_one_running_request() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        first = await engine.submit([1], PARAMS, "x")
+        with pytest.raises(RequestError, match="'x' is running"):
+            await engine.submit([2], PARAMS, "x")
+        assert (await collect(first))[-1].token_ids == alone([1], 30, True)
+        again = await collect(await engine.submit([2], PARAMS, "x"))
+        assert again[-1].token_ids == alone([2], 30, True)
+
+    run(body)
+
+
+def test_streams_that_are_never_read_abort() -> None:
+    long = SamplingParams(max_tokens=1900, ignore_eos=True)
+
+    async def body(engine: AsyncEngine) -> None:
+        submitting = asyncio.create_task(engine.submit([1], long, "cancelled"))
+        await asyncio.sleep(0)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        closed = await engine.submit([1], long, "closed")
+        await closed.aclose()  # type: ignore[attr-defined]
+        dropped = await engine.submit([1], long, "dropped")
+        del dropped
+        await collect(await engine.submit([3], PARAMS))
+        assert not engine._engine.has_unfinished
+
+    run(body)
+
+
+def test_a_closed_event_loop_ends_its_request_only() -> None:
+    engine = AsyncEngine(EngineConfig(model="simulated"), start=lambda _: simulated_engine(max_num_seqs=4))  # type: ignore[arg-type,return-value]
+    kept: list[AsyncIterator[RequestOutput]] = []
+
+    async def leave() -> None:
+        kept.append(await engine.submit([1], SamplingParams(max_tokens=1900, ignore_eos=True)))
+
+    async def stay() -> None:
+        outputs = await collect(await asyncio.wait_for(engine.submit([2], PARAMS), 20))
+        assert outputs[-1].token_ids == alone([2], 30, True)
+        await engine.shutdown()
+
+    asyncio.run(leave())
+    asyncio.run(stay())
+    assert not engine._thread.is_alive()
+
+
+def test_any_failure_reaches_users_and_ends_the_ranks() -> None:
+    core = simulated_engine(max_num_seqs=4)
+    ended: list[bool] = []
+    end = core.shutdown
+
+    def broken() -> object:
+        raise ValueError("no such thing")
+
+    core._executor.collect = broken  # type: ignore[method-assign,assignment]
+    core.shutdown = lambda: (ended.append(True), end())[1]  # type: ignore[method-assign,assignment,return-value]
+
+    async def main() -> None:
+        engine = AsyncEngine(EngineConfig(model="simulated"), start=lambda _: core)
+        with pytest.raises(WorkerError, match="no such thing"):
+            await collect(await engine.submit([1], PARAMS))
+        await engine.shutdown()
+
+    asyncio.run(main())
+    assert ended

@@ -200,6 +200,22 @@ def test_requests_that_do_not_fit_the_new_caches_end_and_the_others_go_on() -> N
     assert outputs["large"].error == "needs 430 tokens of cache; after a recovery 256 fit"
 
 
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_scores_that_no_longer_fit_are_refused(return_logits: bool) -> None:
+    def loss(name: str) -> Exception | None:
+        if name == "restart":
+            core._executor.num_blocks[COMPRESSED] = 1  # type: ignore[attr-defined]
+        return at(name)
+
+    at = lost_at(2)
+    core = simulated_engine(compressed_blocks=8, max_num_batched_tokens=256)
+    executor: Any = Fragile(core._executor, loss)
+    engine = EngineCore(core.config, executor, None, max_recoveries=3)
+    with pytest.raises(WorkerError, match="sequence 0 needs 700 tokens of cache; after a recovery 256 fit"):
+        engine.score([[1] * 700], return_logits)
+    assert not engine.has_unfinished
+
+
 def test_scores_are_counted_once() -> None:
     """What was scored before a loss is scored again, and not kept twice."""
     engine = fragile_engine(lost_at(1))

@@ -295,6 +295,35 @@ def test_token_ids_that_are_no_integers_are_refused(prompt: list[Any]) -> None:
         simulated_engine().generate([prompt])
 
 
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"top_k": 2**31}, "top_k is 2147483648"),
+        ({"temperature": 1e39}, r"temperature is 1e\+39"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 2.0, "seed": 1.0}, "top_k is 2.0.*seed is 1.0"),
+        ({"max_tokens": 2.5, "temperature": "hot"}, "max_tokens is 2.5.*temperature is 'hot'"),
+        ({"seed": 2**64}, "seed is"),
+    ],
+)
+def test_parameters_that_no_packet_holds_are_refused_and_others_served(values: dict[str, Any], found: str) -> None:
+    engine = simulated_engine()
+    engine.submit([1], SamplingParams(max_tokens=5, ignore_eos=True), "good")
+    with pytest.raises(RequestError, match=f"(?s){found}"):
+        engine.submit([2], SamplingParams(**values), "bad")
+    (output,) = engine.stream_all()
+    assert output.token_ids == alone([1], 5, True)
+
+
+def test_the_largest_parameters_are_served_and_default_seeds_wrap() -> None:
+    params = SamplingParams(max_tokens=3, temperature=3e38, top_k=2**31 - 1, seed=2**64 - 1)
+    simulated = simulated_engine()
+    engine = EngineCore(simulated.config, simulated._executor, None, seed=2**64 - 1)
+    outputs = engine.generate([[1], [2], [3]], [params, SamplingParams(max_tokens=3), SamplingParams(max_tokens=3)])
+    assert all(output.error is None for output in outputs)
+
+
 def test_outputs_of_other_requests_are_kept() -> None:
     engine = simulated_engine()
     engine.submit([7], SamplingParams(max_tokens=2, ignore_eos=True), "queued")

@@ -48,6 +48,11 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     assert _sample(torch.tensor([0.0, 5.0, 5.0, 1.0]), 1, 0.0).tolist() == [1]
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-38, 1e-40])
+def test_tiny_temperatures_draw_the_largest(temperature: float) -> None:
+    assert _sample(torch.tensor([0.0, 5.0, 1.0, 20.0]), 4, temperature).tolist() == [3] * 4
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 0.8, 0), (2.0, 1.0, 3), (1.0, 0.7, 2)]
 )
