@@ -140,9 +140,14 @@ class Scheduler:
             self.running = [request for request in self.running if request.finish_reason is None]
 
     def _decodes(self, preempted: list[Request]) -> list[ScheduledRequest]:
-        """The newest token of every request whose prompt is through, and drafts as far as the budget goes."""
+        """The newest token of every request whose prompt is through, and drafts as far as the budget goes.
+
+        Of what is left of it, drafts leave half to prompts that could be computed: they save steps, prompts need them.
+        """
         decodes = [request for request in self.running if request.is_decoding]
         spare = self.max_num_batched_tokens - len(decodes)
+        if len(decodes) < len(self.running) or (self.num_waiting and len(self.running) < self.max_running):
+            spare //= 2
         chosen: list[ScheduledRequest] = []
         for request in decodes:
             if preempted and request in preempted:

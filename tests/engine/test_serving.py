@@ -324,6 +324,17 @@ def test_the_largest_parameters_are_served_and_default_seeds_wrap() -> None:
     assert all(output.error is None for output in outputs)
 
 
+def test_drafts_leave_room_for_prompts() -> None:
+    engine = simulated_engine(max_num_seqs=8, max_num_batched_tokens=32, speculative_tokens=15, draft_luck=0.0)
+    for token in range(2):
+        engine.submit([token], SamplingParams(max_tokens=500, ignore_eos=True), f"long {token}")
+    engine.step()
+    engine.step()
+    engine.submit([5] * 10, SamplingParams(max_tokens=2, ignore_eos=True), "short")
+    ended = [output.id for _ in range(10) for output in engine.step()]
+    assert ended == ["short"]
+
+
 def test_outputs_of_other_requests_are_kept() -> None:
     engine = simulated_engine()
     engine.submit([7], SamplingParams(max_tokens=2, ignore_eos=True), "queued")
