@@ -7,7 +7,7 @@ import queue
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dsv4dist.config.runtime import EngineConfig
 from dsv4dist.engine.core import EngineCore, Prompt
@@ -22,9 +22,11 @@ IDLE_POLL_S = 0.5
 class _Stream:
     """A request's way back to the event loop that submitted it."""
 
-    request: Request
+    request_id: str
     loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[RequestOutput | Exception]
+    outputs: asyncio.Queue[RequestOutput | Exception] = field(default_factory=asyncio.Queue)
+    request: Request = field(init=False)
+    """Known once it is queued."""
     num_sent: int = 0
 
     def send(self, item: RequestOutput | Exception) -> bool:
@@ -44,21 +46,24 @@ class _Outputs(AsyncIterator[RequestOutput]):
         try:
             item = await self._stream.outputs.get()
         except asyncio.CancelledError:
-            await self.aclose()
+            self.close()
             raise
         self._finished = isinstance(item, Exception) or item.finish_reason is not None
         if isinstance(item, Exception):
             raise item
         return item
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Read no further: abort the request unless it has ended."""
-        self.__del__()
-
-    def __del__(self) -> None:
         if not self._finished:
             self._finished = True
             self._abort()
+
+    async def aclose(self) -> None:
+        """`close`, as of an async generator."""
+        self.close()
+
+    __del__ = close
 
 
 class AsyncEngine:
@@ -86,16 +91,8 @@ class AsyncEngine:
         """
         own_id = request_id if request_id is not None else f"request-{uuid.uuid4().hex}"
         loop = asyncio.get_running_loop()
-        queued: asyncio.Future[_Stream] = loop.create_future()
-
-        def abort() -> None:
-            self._command(lambda: self._abort(own_id))
-
-        def deliver(stream: _Stream) -> None:
-            if queued.cancelled():
-                abort()
-            else:
-                queued.set_result(stream)
+        queued: asyncio.Future[None] = loop.create_future()
+        stream = _Stream(own_id, loop)
 
         def add() -> None:
             try:
@@ -103,21 +100,21 @@ class AsyncEngine:
                     raise self._ended
                 if own_id in self._streams:
                     raise RequestError(f"a request with id {own_id!r} is running; give each an id of its own")
-                request = self._engine.queue_request(prompt, params, own_id)
+                stream.request = self._engine.queue_request(prompt, params, own_id)
             except Exception as error:
                 _call_soon(loop, _set_exception, queued, error)
                 return
-            stream = _Stream(request, loop, asyncio.Queue())
             self._streams[own_id] = stream
-            _call_soon(loop, deliver, stream)
+            _call_soon(loop, _set_result, queued)
 
         self._command(add)
+        outputs = _Outputs(stream, lambda: self._command(lambda: self._abort_stream(stream)))
         try:
-            return _Outputs(await queued, abort)
+            await queued
         except asyncio.CancelledError:
-            if queued.done() and not queued.cancelled() and queued.exception() is None:
-                abort()
+            outputs.close()
             raise
+        return outputs
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort"."""
@@ -139,6 +136,11 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
+
+    def _abort_stream(self, stream: _Stream) -> None:
+        """End this request, unless it has ended: its id may be another one's by now."""
+        if self._streams.get(stream.request_id) is stream:
+            self._engine.abort(stream.request_id)
 
     def _serve(self) -> None:
         """The thread: take what was asked for, run a step, send what it gave.
@@ -181,14 +183,11 @@ class AsyncEngine:
             stream = self._streams.pop(output.id, None)
             if stream is not None:
                 stream.send(output)
-        unread = []
-        for request_id, stream in self._streams.items():
+        for stream in self._streams.values():
             if len(stream.request.output_token_ids) > stream.num_sent:
                 stream.num_sent = len(stream.request.output_token_ids)
                 if not stream.send(self._engine.output_of(stream.request)):
-                    unread.append(request_id)
-        for request_id in unread:
-            self._engine.abort(request_id)
+                    self._abort_stream(stream)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> bool:
@@ -200,6 +199,11 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *ar
     return True
 
 
-def _set_exception(future: asyncio.Future[_Stream], error: Exception) -> None:
+def _set_result(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.set_result(None)
+
+
+def _set_exception(future: asyncio.Future[None], error: Exception) -> None:
     if not future.cancelled():
         future.set_exception(error)

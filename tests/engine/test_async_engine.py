@@ -136,6 +136,19 @@ def test_an_id_is_one_running_request() -> None:
     run(body)
 
 
+def test_dropping_what_has_ended_leaves_the_next_of_its_id_alone() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        unread = await engine.submit([1], SamplingParams(max_tokens=1), "x")
+        await collect(await engine.submit([3], PARAMS))
+        second = await engine.submit([2], PARAMS, "x")
+        del unread
+        outputs = await collect(second)
+        assert outputs[-1].token_ids == alone([2], 30, True)
+        assert outputs[-1].finish_reason == "length"
+
+    run(body)
+
+
 def test_streams_that_are_never_read_abort() -> None:
     long = SamplingParams(max_tokens=1900, ignore_eos=True)
 
