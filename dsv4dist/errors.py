@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+NOT_FINITE = "the logits are not finite; check the checkpoint and --dtype"
+"""Why a request cannot be served whose logits are NaN or infinite."""
+
 
 class Dsv4Error(Exception):
     """Base of every error that a user can cause; the command line prints it as one line."""

@@ -89,10 +89,10 @@ def show(rows: Iterable[dict[str, Any]], as_json: bool, stream: IO[str] | None =
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows that `show` wrote as JSON.  Raises: ConfigError naming the first line that is none."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or "bench" not in row:
             raise ConfigError(f"{path} line {number}: not a row of `dsv4dist bench --json`; remove the line")

@@ -87,14 +87,15 @@ def _group_rows(group: CacheGroup, context: int) -> list[dict[str, Any]]:
 
 def _fit_rows(groups: tuple[CacheGroup, ...], cache_budget: int, options: MemoryOptions) -> list[dict[str, Any]]:
     """How the allocator would divide the rest, and how many requests of the given context run in it at once."""
-    num_blocks = plan_num_blocks(
+    planned = plan_num_blocks(
         groups, cache_budget, options.max_num_seqs, options.max_num_batched_tokens, options.context, retain=True
     )
+    num_blocks = {name: max(0, count) for name, count in planned.items()}  # negative: not even the windows fit
     rows: list[dict[str, Any]] = [
         {
             "item": f"{group.name} blocks",
             "count": num_blocks[group.name],
-            "bytes": max(0, num_blocks[group.name]) * group.block_bytes,
+            "bytes": num_blocks[group.name] * group.block_bytes,
             "per": "rank",
         }
         for group in groups

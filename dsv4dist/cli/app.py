@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from dsv4dist.cli import bench, compile, generate, info, make_checkpoint, plan, score, smoke
 from dsv4dist.cli.options import OptionError
-from dsv4dist.cli.output import complain
+from dsv4dist.cli.output import complain, occupy_standard_descriptors
 from dsv4dist.cli.signals import Interrupted, signals_raise
 from dsv4dist.env import DEBUG_SWITCH, debug_wanted
 from dsv4dist.errors import Dsv4Error
@@ -72,6 +72,9 @@ def run(arguments: list[str]) -> int:
     except Interrupted as interrupt:
         return _interrupted(interrupt.signum)
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer's way to end then, without a word
+            complain("error: standard output was closed before everything was written; results up to here are kept")
+            return 1
         # Ray, while it starts, answers SIGTERM by sys.exit(SIGTERM).
         return _interrupted(signal.SIGTERM) if end.code == signal.SIGTERM else _code(end.code)
     except Exception as error:
@@ -124,10 +127,12 @@ def _describe_usage(error: Any, arguments: list[str]) -> str:
 
 def main() -> None:
     """Entry point of the `dsv4dist` executable."""
+    occupy_standard_descriptors()
     code = run(sys.argv[1:])
     if code > 128:
         # Everything is ended by now. Ray's exit handlers would only look for processes that are gone, or abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # standard output may be closed
+                stream.flush()
         os._exit(code)
     sys.exit(code)

@@ -15,7 +15,7 @@ from dsv4dist.errors import MeasurementError
 if TYPE_CHECKING:
     from dsv4dist.bench.cases import Sizes
 
-app = typer.Typer(help=__doc__, rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(help=__doc__, rich_markup_mode=None)
 
 HeadsOption = Annotated[
     str, typer.Option(metavar="N,...", help="Local heads; prefill takes 8,16,64 where this is left out.")
@@ -28,9 +28,11 @@ FromOption = Annotated[
 ]
 
 
-@app.callback()
-def _root() -> None:
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
     """Measure; every row has medians and the machine it is from."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command("scheduler")
@@ -153,8 +155,12 @@ def control(
 ) -> None:
     """Time an empty step from the driver to every rank and back, beside plain Ray actor calls."""
     from dsv4dist.bench.control import bench_control
+    from dsv4dist.workers.channel import MAX_IN_FLIGHT
 
-    _show_all(bench_control(ranks, packet_bytes, _numbers(k), repeats), as_json)
+    steps = _numbers(k)
+    if max(steps) > MAX_IN_FLIGHT:
+        raise typer.BadParameter(f"--k {max(steps)}: a packet has at most {MAX_IN_FLIGHT} steps")
+    _show_all(bench_control(ranks, packet_bytes, steps, repeats), as_json)
 
 
 def _show_all(rows: Iterator[dict[str, Any]], as_json: bool) -> None:

@@ -10,7 +10,7 @@ import typer
 from dsv4dist.cli.inputs import InputOption, PromptIdsOption, PromptOption, gather_requests
 from dsv4dist.cli.jsonl import InputRequest
 from dsv4dist.cli.options import OptionError, check_options, engine_options
-from dsv4dist.cli.output import JsonOption, OutputOption, OverwriteOption, check_output, complain, open_results
+from dsv4dist.cli.output import JsonOption, OutputOption, OverwriteOption, check_outputs, complain, open_results
 from dsv4dist.cli.progress import progress_bar
 from dsv4dist.cli.results import Results
 from dsv4dist.cli.session import open_engine
@@ -42,14 +42,13 @@ def command(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     sampling["ignore_eos"] = ignore_eos
     requests = gather_requests(prompt, prompt_ids, input_file)
-    if output is not None:
-        check_output(output, overwrite, inputs=input_file)
+    check_outputs({"--output": output, "--trace": config.trace}, overwrite, input_file)
     check_options(config)
     try:
         make_sampling_params(sampling)
     except RequestError as error:
         raise OptionError(str(error)) from None
-    with open_results(output, overwrite, to_stdout=as_json) as lines:
+    with open_results(output, to_stdout=as_json) as lines:
         results = Results(lines, empty={"prompt_token_ids": [], "token_ids": []})
         good = results.servable(requests)
         if good:

@@ -57,6 +57,8 @@ def gather_requests(
 def _read_file(name: str) -> list[InputRequest | BadRequest]:
     try:
         if name == "-":
+            if sys.stdin is None:
+                raise OptionError("--input -: standard input is closed; give a file of JSON lines")
             return read_requests(sys.stdin.buffer)
         with Path(name).open("rb") as lines:
             return read_requests(lines)

@@ -56,7 +56,8 @@ def read_requests(lines: Iterable[bytes]) -> list[InputRequest | BadRequest]:
             continue
         request = _parse_line(number, raw)
         if request.id in first_use:
-            error = f"id {request.id!r} is already used on line {first_use[request.id]}"
+            missing = " (it has no id of its own)" if request.id == f"line-{number}" else ""
+            error = f"id {request.id!r}{missing} is already used on line {first_use[request.id]}"
             if isinstance(request, BadRequest):
                 error = f"{request.error}; {error}"
             request = BadRequest(f"line-{number}", request.source, error, number)

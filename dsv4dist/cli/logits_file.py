@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+
+from dsv4dist.cli.output import append
 
 _ENTRY_BYTES = 120
 """At least what one tensor's header entry takes beside its name: dtype, two sizes and two offsets."""
@@ -29,14 +32,14 @@ class LogitsFile:
         self._data_bytes = 0
 
     def __enter__(self) -> LogitsFile:
-        self._file = self._part.open("wb")
-        self._file.seek(8 + self._header_bytes)
+        self._file = FileIO(self._part, "w")
+        append(self._file, bytes(8 + self._header_bytes))  # no hole: a disk that fills up must still take the header
         return self
 
     def add(self, name: str, logits: npt.NDArray[np.float32]) -> None:
-        """Append one matrix [tokens, vocab]."""
+        """Append one matrix [tokens, vocab].  Raises: OSError naming the file; what was added before stays."""
         data = np.ascontiguousarray(logits, dtype="<f4")
-        self._file.write(data.data)
+        append(self._file, memoryview(data).cast("B"))
         end = self._data_bytes + data.nbytes
         self._entries[name] = {"dtype": "F32", "shape": list(data.shape), "data_offsets": [self._data_bytes, end]}
         self._data_bytes = end

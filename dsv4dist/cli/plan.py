@@ -12,7 +12,8 @@ from dsv4dist.cli.options import OptionError
 from dsv4dist.cli.output import JsonOption
 from dsv4dist.config.model import load_model_config
 from dsv4dist.config.presets import RELEASE_NAMES, preset_config
-from dsv4dist.config.runtime import EngineConfig
+from dsv4dist.config.resolve import check_fp8_cache
+from dsv4dist.config.runtime import FP8_DS_MLA, EngineConfig
 from dsv4dist.distributed.tp import check_tp_size
 from dsv4dist.errors import ConfigError
 
@@ -43,10 +44,16 @@ def command(
 
     _choice("--gpu", gpu, tuple(GPU_BYTES))
     _choice("--dtype", dtype, ("bfloat16", "float32"))
-    _choice("--kv-cache-dtype", kv_cache_dtype, ("fp8_ds_mla", "bfloat16", "float32"))
+    _choice("--kv-cache-dtype", kv_cache_dtype, (FP8_DS_MLA, "bfloat16", "float32"))
     if not 0 < gpu_memory_utilization <= 1:
         raise OptionError(f"--gpu-memory-utilization is {gpu_memory_utilization}; expected above 0, at most 1")
     config = preset_config(model) if model in RELEASE_NAMES else load_model_config(Path(model))
+    if kv_cache_dtype == FP8_DS_MLA:
+        check_fp8_cache(config)
+    if context > config.max_position_embeddings:
+        raise OptionError(
+            f"--context is {context}; the model's max_position_embeddings is {config.max_position_embeddings}"
+        )
     try:
         check_tp_size(config, tp)
     except ConfigError as error:

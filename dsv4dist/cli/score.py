@@ -13,12 +13,12 @@ import typer
 from dsv4dist.cli.inputs import InputOption, PromptIdsOption, PromptOption, gather_requests
 from dsv4dist.cli.jsonl import InputRequest
 from dsv4dist.cli.options import OptionError, check_options, engine_options
-from dsv4dist.cli.output import JsonOption, OutputOption, OverwriteOption, check_output, open_results
+from dsv4dist.cli.output import JsonOption, OutputOption, OverwriteOption, check_outputs, open_results
 from dsv4dist.cli.progress import progress_bar
 from dsv4dist.cli.results import Results
 from dsv4dist.cli.session import open_engine
 from dsv4dist.config.runtime import EngineConfig
-from dsv4dist.errors import RequestError
+from dsv4dist.errors import NOT_FINITE, RequestError
 
 if TYPE_CHECKING:
     from dsv4dist.cli.logits_file import LogitsFile
@@ -48,11 +48,13 @@ def command(
 ) -> int:
     """Check everything that can be checked, then score; returns the exit code."""
     requests = gather_requests(prompt, prompt_ids, input_file)
-    for option, path in (("--output", output), ("--dump-logits", dump_logits)):
-        if path is not None:
-            check_output(path, overwrite, option, inputs=input_file)
+    check_outputs(
+        {"--output": output, "--dump-logits": dump_logits, "--trace": config.trace}, overwrite, input_file
+    )
+    if dump_logits is not None and dump_logits.exists() and not dump_logits.is_file():
+        raise OptionError(f"--dump-logits {dump_logits} is no regular file, which safetensors needs; choose another")
     check_options(config)
-    with open_results(output, overwrite, to_stdout=as_json) as lines:
+    with open_results(output, to_stdout=as_json) as lines:
         results = Results(lines, empty={"token_ids": [], "token_logprobs": []})
         good = results.servable(requests)
         if dump_logits is not None and any(request.id == RESERVED_NAME for request in good):
@@ -78,7 +80,7 @@ def score_all(
         for group in _groups(requests, budget):
             for request, result in _score(engine, group, logits is not None, results):
                 if any(value is not None and not math.isfinite(value) for value in result.token_logprobs):
-                    results.reject(request, "the logits are not finite; check the checkpoint and --dtype")
+                    results.reject(request, NOT_FINITE)
                     continue
                 if logits is not None and result.logits is not None:
                     logits.add(result.id, result.logits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -122,6 +123,8 @@ def load_model_config(directory: Path) -> ModelConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not readable as JSON (nested too deeply)") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: holds {type(raw).__name__}, not an object")
     return parse_model_config(raw, where=str(path))
@@ -162,8 +165,8 @@ def parse_model_config(raw: dict[str, Any], where: str = "config.json") -> Model
         "main_rope": main_rope,
         "compress_rope": compress_rope,
         "max_position_embeddings": reader.integer("max_position_embeddings"),
-        "bos_token_id": raw.get("bos_token_id"),
-        "eos_token_ids": _token_ids(reader, raw.get("eos_token_id")),
+        "bos_token_id": next(iter(_token_ids(reader, "bos_token_id")), None),
+        "eos_token_ids": _token_ids(reader, "eos_token_id"),
     }
     for key, only in (
         ("num_key_value_heads", 1),
@@ -184,28 +187,41 @@ def parse_model_config(raw: dict[str, Any], where: str = "config.json") -> Model
 
 
 class _Reader:
-    """Typed access to the raw keys; collects problems instead of stopping at the first."""
+    """Typed access to the keys of one object; collects problems instead of stopping at the first."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any], name: str = "", problems: list[str] | None = None) -> None:
         self.raw = raw
-        self.problems: list[str] = []
+        self.problems: list[str] = [] if problems is None else problems
+        self._prefix = f"{name}." if name else ""
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         value = self.raw.get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            found = "missing" if key not in self.raw else repr(self.raw[key])
-            self.problems.append(f"{key} is {found}; expected an integer >= {minimum}")
+            self._complain(key, f"an integer >= {minimum}")
             return minimum
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, above: float = 0.0) -> float:
+        """A finite number larger than `above`."""
         value = self.raw.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.problems.append(f"{key} is {value!r}; expected a number")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not above < value <= sys.float_info.max:
+            self._complain(key, f"a number above {above:g}")
             return default
         return float(value)
+
+    def object(self, key: str) -> _Reader:
+        """A reader of the object under a key, of an empty one where that is missing or null."""
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            self._complain(key, "an object")
+        return _Reader(value if isinstance(value, dict) else {}, self._prefix + key, self.problems)
+
+    def _complain(self, key: str, expected: str) -> None:
+        found = "missing" if key not in self.raw else repr(self.raw[key])
+        self.problems.append(f"{self._prefix}{key} is {found}; expected {expected}")
 
 
 def _layer_kinds(reader: _Reader, num_layers: int) -> tuple[LayerKind, ...]:
@@ -213,9 +229,9 @@ def _layer_kinds(reader: _Reader, num_layers: int) -> tuple[LayerKind, ...]:
     if "compress_ratios" in raw:
         key, ratios = "compress_ratios", raw["compress_ratios"]
     elif "layer_types" in raw:
-        key, rates = "layer_types", raw.get("compress_rates") or {}
+        key, rates = "layer_types", reader.object("compress_rates").raw
         names = raw["layer_types"]
-        ratios = [rates.get(name, 0) for name in names] if isinstance(names, list) else names
+        ratios = [rates.get(str(name), 0) for name in names] if isinstance(names, list) else names
     else:
         reader.problems.append("neither compress_ratios nor layer_types is there; one of them must name every layer")
         return ()
@@ -254,44 +270,37 @@ def _rope_head_dim(reader: _Reader, head_dim: int) -> int:
 
 
 def _rotary(reader: _Reader) -> tuple[RotaryConfig, RotaryConfig]:
-    raw = reader.raw
-    main_theta = reader.number("rope_theta", 10000.0)
-    compress_theta = reader.number("compress_rope_theta", 160000.0)
-    nested = raw.get("rope_parameters") or {}
-    if not isinstance(nested, dict):
-        reader.problems.append(f"rope_parameters is {nested!r}; expected an object")
-        nested = {}
-    if isinstance(nested.get("main"), dict) and isinstance(nested.get("compress"), dict):
-        scaling = nested["compress"]
-        main_theta = float(nested["main"].get("rope_theta", main_theta))
-        compress_theta = float(scaling.get("rope_theta", compress_theta))
+    # The frequencies' formula divides by the logarithm of theta.
+    main_theta = reader.number("rope_theta", 10000.0, above=1.0)
+    compress_theta = reader.number("compress_rope_theta", 160000.0, above=1.0)
+    nested = reader.object("rope_parameters")
+    main, compress = nested.object("main"), nested.object("compress")
+    if main.raw and compress.raw:
+        scaling = compress
+        main_theta = main.number("rope_theta", main_theta, above=1.0)
+        compress_theta = compress.number("rope_theta", compress_theta, above=1.0)
     else:
-        scaling = raw.get("rope_scaling") or nested
-    if not isinstance(scaling, dict):
-        reader.problems.append(f"rope_scaling is {scaling!r}; expected an object")
-        scaling = {}
-    name = scaling.get("rope_type", scaling.get("type", "default"))
+        scaling = reader.object("rope_scaling") if reader.raw.get("rope_scaling") else nested
+    name = scaling.raw.get("rope_type", scaling.raw.get("type", "default"))
     if name == "default":
         return RotaryConfig(main_theta), RotaryConfig(compress_theta)
     if name not in ("yarn", "deepseek_yarn"):
         reader.problems.append(f"rope_scaling type is {name!r}; expected 'yarn' or 'default'")
         return RotaryConfig(main_theta), RotaryConfig(compress_theta)
-    inner = _Reader(scaling)
-    compress = RotaryConfig(
+    return RotaryConfig(main_theta), RotaryConfig(
         theta=compress_theta,
-        factor=inner.number("factor", 1.0),
-        original_max_position=inner.integer("original_max_position_embeddings", 65536),
-        beta_fast=inner.number("beta_fast", 32.0),
-        beta_slow=inner.number("beta_slow", 1.0),
+        factor=scaling.number("factor", 1.0),
+        original_max_position=scaling.integer("original_max_position_embeddings", 65536),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
     )
-    reader.problems += [f"rope_scaling.{problem}" for problem in inner.problems]
-    return RotaryConfig(main_theta), compress
 
 
-def _token_ids(reader: _Reader, value: object) -> tuple[int, ...]:
+def _token_ids(reader: _Reader, key: str) -> tuple[int, ...]:
+    value = reader.raw.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        reader.problems.append(f"eos_token_id is {value!r}; expected an integer or a list of integers")
+        reader.problems.append(f"{key} is {value!r}; expected an integer or a list of integers")
         return ()
     return tuple(ids)
 
@@ -302,8 +311,8 @@ def _check_relations(values: dict[str, Any], problems: list[str]) -> None:
         problems.append(f"num_attention_heads = {heads} is not a multiple of o_groups = {groups}")
     rope = values["rope_head_dim"]
     for key in ("head_dim", "index_head_dim"):
-        if rope % 2 or rope > values[key]:
-            problems.append(f"rotary width {rope} must be even and at most {key} = {values[key]}")
+        if rope % 2 or not 0 < rope <= values[key]:
+            problems.append(f"rotary width {rope} must be even, above 0 and at most {key} = {values[key]}")
     if values["num_experts_per_tok"] > values["n_routed_experts"]:
         problems.append("num_experts_per_tok is larger than n_routed_experts")
 

@@ -52,9 +52,8 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
     kv_cache_dtype = options.kv_cache_dtype
     if kv_cache_dtype == "auto":
         kv_cache_dtype = FP8_DS_MLA if device == "cuda" and not _fp8_misfits(model) else dtype
-    if kv_cache_dtype == FP8_DS_MLA and _fp8_misfits(model):
-        needs = ", ".join(_fp8_misfits(model))
-        raise UnsupportedError(f"--kv-cache-dtype fp8_ds_mla needs {needs}; use bfloat16 or float32 for this model")
+    if kv_cache_dtype == FP8_DS_MLA:
+        check_fp8_cache(model)
     max_model_len = options.max_model_len or min(model.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
@@ -81,6 +80,15 @@ def resolve(options: EngineConfig, gpu_available: bool) -> RunConfig:
         kernels=options.kernels,
         poison_memory=options.poison_memory,
     )
+
+
+def check_fp8_cache(model: ModelConfig) -> None:
+    """Refuse models whose rows do not fit fp8_ds_mla.  Raises: UnsupportedError naming the widths."""
+    misfits = _fp8_misfits(model)
+    if misfits:
+        raise UnsupportedError(
+            f"--kv-cache-dtype fp8_ds_mla needs {', '.join(misfits)}; use bfloat16 or float32 for this model"
+        )
 
 
 def _fp8_misfits(model: ModelConfig) -> list[str]:

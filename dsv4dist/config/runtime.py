@@ -11,6 +11,7 @@ DEFAULT_MAX_MODEL_LEN = 32768
 FP8_DS_MLA = "fp8_ds_mla"
 MAX_SPECULATIVE_TOKENS = 15
 MAX_RUN_AHEAD = 64
+MAX_TIMEOUT_S = 365.0 * 24 * 3600
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda", "rocm"),
@@ -87,8 +88,8 @@ class EngineConfig:
             if value is not None and value < 1:
                 problems.append(f"{_flag(name)} is {value}; expected at least 1")
         for name in ("placement_timeout_s", "step_timeout_s"):
-            if getattr(self, name) <= 0:
-                problems.append(f"{_flag(name)} is {getattr(self, name)}; expected seconds above 0")
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                problems.append(f"{_flag(name)} is {getattr(self, name)}; expected seconds above 0, at most a year")
         if not 0 < self.gpu_memory_utilization <= 1:
             problems.append(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; expected above 0, at most 1")
         if self.distributed_executor_backend == "local" and self.tensor_parallel_size != 1:

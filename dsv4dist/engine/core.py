@@ -22,7 +22,7 @@ from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4dist.engine.step_plan import build_step_plan
 from dsv4dist.engine.tokenizer import Tokenizer, encode_prompt
 from dsv4dist.engine.trace import StepTrace
-from dsv4dist.errors import RequestError, WorkerError, one_error
+from dsv4dist.errors import NOT_FINITE, RequestError, WorkerError, one_error
 from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
 
@@ -156,6 +156,7 @@ class EngineCore:
             for request in requests:  # those that an abandoned stream leaves
                 if request.finish_reason is None:
                     self._scheduler.abort(request)
+                    self._stop_expecting(request)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -269,13 +270,15 @@ class EngineCore:
         sent.num_left -= 1
         if not sent.num_left:
             self._sent = None
-        num_before = sum(len(one.request.output_token_ids) for one in chosen)
+        # The others ended in an earlier step of the packet, or were aborted since it was sent.
+        running = [one.request for one in chosen if one.request.finish_reason is None]
+        num_before = sum(len(request.output_token_ids) for request in running)
         with self._trace.span("account", step=step_id):
             kept = self._accept(chosen, plan, result)
             self._scheduler.advance(chosen, kept)
-        num_new = sum(len(one.request.output_token_ids) for one in chosen) - num_before
+        num_new = sum(len(request.output_token_ids) for request in running) - num_before
         self.metrics.record_step(self._scheduler, time.monotonic() - started, num_rows, num_new, self.acceptance())
-        for request in (one.request for one in chosen):
+        for request in running:
             self._tokens_done += max(0, request.num_computed - request.num_counted)
             request.num_counted = max(request.num_counted, request.num_computed)
             if request.finish_reason is not None:
@@ -309,7 +312,7 @@ class EngineCore:
                     continue  # it ended in an earlier step of the packet, or was aborted
                 new = [token for token in words[: 1 + k] if token != NO_TOKEN]
                 self._drafts_proposed += max(0, request.num_computed + num_tokens - request.num_tokens)
-                self._drafts_accepted += len(new) - 1
+                self._drafts_accepted += max(0, len(new) - 1)
                 self._append_tokens(request, new, words[1 + k :], now)
                 # What was chosen last is not computed yet, and neither are drafts that it replaces.
                 kept[-1] = min(num_tokens, request.num_tokens - 1 - request.num_computed)
@@ -324,7 +327,12 @@ class EngineCore:
         return kept
 
     def _append_tokens(self, request: Request, new: list[int], drafts: list[int], now: float) -> None:
-        """Append tokens up to the request's end, those behind it are dropped; keep the drafts of the next ones."""
+        """Append tokens up to the request's end, those behind it are dropped; keep the drafts of the next ones.
+
+        A request that got none ends with an error: there was no finite logit to choose."""
+        if not new:
+            request.finish("error", NOT_FINITE)
+            return
         if request.token_times_s is None:
             request.token_times_s = []
         for token in new:
@@ -339,8 +347,12 @@ class EngineCore:
         request.draft_token_ids = drafts
 
     def _account_finished(self, request: Request) -> None:
-        self._tokens_max -= request.max_total_tokens - request.num_tokens
+        self._stop_expecting(request)
         self._finished.append(request)
+
+    def _stop_expecting(self, request: Request) -> None:
+        """Take what an ended request did not need out of what progress waits for."""
+        self._tokens_max -= request.max_total_tokens - request.num_counted
 
     def _fail_unfinished(self, message: str) -> None:
         for request in self._scheduler.unfinished:
@@ -396,10 +408,11 @@ class EngineCore:
                 f"prompt and output need {max_total_tokens} tokens of cache; {capacity} fit: lower max_tokens or give "
                 "more memory (--kv-cache-memory-bytes)"
             )
-        seed = params.seed if params.seed is not None else next(self._default_seeds) % 2**64
-        return Request(request_id, tokens, params, seed, max_total_tokens, kind)
+        return Request(request_id, tokens, params, params.seed or 0, max_total_tokens, kind)
 
     def _queue(self, request: Request) -> None:
+        if request.params.seed is None and request.row_kind is RowKind.SAMPLE:
+            request.seed = next(self._default_seeds) % 2**64
         self._tokens_max += request.max_total_tokens
         self._scheduler.add(request)
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class StepTrace:
     """Collects spans in a file that is complete JSON whenever it is closed; without a path nothing is kept.
 
-    Spans are written as they end, so that a run that fails leaves those before.
+    Spans are written as they end, so that a run that fails leaves those before. When the file cannot be written any
+    more, the trace ends with a warning; what is traced goes on.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -22,8 +26,7 @@ class StepTrace:
         self._file = path.open("w", encoding="utf-8") if path is not None else None
         self._started = time.perf_counter()
         self._first = True
-        if self._file is not None:
-            self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        self._write('{"displayTimeUnit": "ms", "traceEvents": [')
 
     @contextmanager
     def span(self, name: str, **args: Any) -> Iterator[dict[str, Any]]:
@@ -37,15 +40,26 @@ class StepTrace:
         finally:
             event = {"name": name, "ph": "X", "pid": 0, "tid": 0, "args": args}
             event |= {"ts": (start - self._started) * 1e6, "dur": (time.perf_counter() - start) * 1e6}
-            self._file.write(("\n" if self._first else ",\n") + json.dumps(event))
+            self._write(("\n" if self._first else ",\n") + json.dumps(event))
             self._first = False
 
     def close(self) -> None:
         """Finish the file; a second call does nothing."""
-        if self._file is not None:
-            self._file.write("\n]}\n")
+        self._write("\n]}\n", last=True)
+
+    def _write(self, text: str, last: bool = False) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(text)
+            if not last:
+                return
             self._file.close()
-            self._file = None
+        except OSError as error:
+            log.warning("the trace ends early: %s: %s", self._file.name, error.strerror)
+            with suppress(OSError):  # it tries once more to write what it holds
+                self._file.close()
+        self._file = None
 
     def __enter__(self) -> StepTrace:
         return self

@@ -20,12 +20,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4dist.arch import traits_by_name
+from dsv4dist.env import DEBUG_SWITCH, debug_wanted
 from dsv4dist.errors import UnsupportedError, WorkerError
 
 if TYPE_CHECKING:
     from dsv4dist.kernels._triton.compile_spec import CompileSpec
 
 DEFAULT_ARCHS = ("gfx942", "gfx950", "gfx1250", "sm90")
+
+KNOWN_ARCHS = frozenset(
+    (
+        "gfx90a gfx942 gfx950 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201 gfx1250 "
+        "sm80 sm86 sm89 sm90 sm100 sm103 sm120"
+    ).split()
+)
+"""Names that Triton's compilers take; others make them abort, or print pages of code."""
 
 MAX_COMPILERS = 8
 """Variants compiled at once, at most: each takes some hundred megabytes."""
@@ -92,12 +101,12 @@ class CompileRow:
 
 
 def check_archs(archs: Iterable[str]) -> None:
-    """Refuse names that no compiler here has.  Raises: UnsupportedError naming all of them."""
-    unknown = [arch for arch in archs if not re.fullmatch(r"gfx\d+[a-z0-9]*|sm\d{2,3}", arch)]
+    """Refuse names that are not in KNOWN_ARCHS.  Raises: UnsupportedError naming all of them."""
+    unknown = [arch for arch in archs if arch not in KNOWN_ARCHS]
     if unknown:
         raise UnsupportedError(
-            f"--arch: no architecture is called {', '.join(map(repr, unknown))}; "
-            f"names are like {', '.join(DEFAULT_ARCHS)}"
+            f"--arch: kernels are not compiled for {', '.join(map(repr, unknown))}; "
+            f"choose from {', '.join(sorted(KNOWN_ARCHS))}"
         )
 
 
@@ -129,7 +138,7 @@ def compile_rows(specs: Iterable[CompileSpec], archs: Iterable[str]) -> Iterator
     pool = ProcessPoolExecutor(
         max(1, min(MAX_COMPILERS, os.cpu_count() or 1, len(variants))),
         multiprocessing.get_context("fork"),
-        initializer=_variants.extend,
+        initializer=_start_compiler,
         initargs=(variants,),
     )
     done = 0
@@ -142,12 +151,19 @@ def compile_rows(specs: Iterable[CompileSpec], archs: Iterable[str]) -> Iterator
             spec, arch = variants[done]
             raise WorkerError(
                 f"a compiler process was killed or aborted at {spec.name} for {arch} or soon after; run that alone: "
-                f"dsv4dist compile --arch {arch} --kernel {spec.name!r}"
+                f"{DEBUG_SWITCH}=1 dsv4dist compile --arch {arch} --kernel {spec.name!r}"
             ) from None
 
 
 _variants: list[tuple[CompileSpec, str]] = []
 """In a compiler process: what there is to compile."""
+
+
+def _start_compiler(variants: list[tuple[CompileSpec, str]]) -> None:
+    """Prepare a compiler process; what a compiler prints beside its error, pages of code, is for debugging only."""
+    _variants.extend(variants)
+    if not debug_wanted():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _compile_variant(index: int) -> CompileRow:

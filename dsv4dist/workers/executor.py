@@ -57,7 +57,7 @@ class StepResult:
     """What one step brings back, from rank 0. S sampled requests, M scored rows, L rows with logits, V vocabulary:
 
         token_ids  int32 [S x (1 + 2k)] with k speculative tokens: for each request 1 + k words for its new tokens,
-                   NO_TOKEN behind the last, and k for its next drafts
+                   NO_TOKEN behind the last, and k for its next drafts; NO_TOKEN alone where logits are not finite
         logprobs   float32 [M]
         logits     float32 [L, V]
     Every count may be 0. `generation` and `step_id` repeat those of the packet. Arrays that came over a channel are

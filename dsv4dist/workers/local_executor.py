@@ -12,7 +12,7 @@ import torch
 
 from dsv4dist.distributed.comm import SingleProcess
 from dsv4dist.distributed.tp import TpInfo
-from dsv4dist.errors import WorkerError
+from dsv4dist.errors import UnsupportedError, WorkerError
 from dsv4dist.workers.executor import RankInfo, StepResult, WorkerReport
 from dsv4dist.workers.packet import Int32Array
 from dsv4dist.workers.runner import RunnerFactory
@@ -24,6 +24,9 @@ class LocalExecutor:
     generation = 0
 
     def __init__(self, factory: RunnerFactory) -> None:
+        """Raises: UnsupportedError for a GPU that is not there."""
+        if factory.config.device == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError("--device: PyTorch finds no GPU here; use cpu, or install PyTorch for this GPU")
         device = torch.device("cuda:0" if factory.config.device == "cuda" else "cpu")
         self.runner = factory(TpInfo(), SingleProcess(), device)
         self._results: Iterator[StepResult] = iter(())

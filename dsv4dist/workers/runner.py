@@ -177,7 +177,7 @@ class ModelRunner:
         tokens = self._sample(streams, step, sections, reqs, all_greedy).to(torch.int32)
         if self.model.draft is None:
             goes_on = sections["row_kind"] == RowKind.SAMPLE
-            sections["token_ids"][: len(reqs)] = torch.where(goes_on, tokens[:, 0], 0)
+            sections["token_ids"][: len(reqs)] = torch.where(goes_on, tokens[:, 0].clamp_min(0), 0)
             sections["seq_lens"] += goes_on
         return tokens
 
@@ -229,7 +229,7 @@ class ModelRunner:
         verify: VerifyRows,
         all_greedy: bool,
     ) -> torch.Tensor:
-        """The model's choice of token after every row of `verify.rows`, [S, 1 + k]."""
+        """The model's choice of token after every row of `verify.rows`, [S, 1 + k]; NO_TOKEN where it has none."""
         rows, per_row = verify.rows.flatten(), verify.rows.shape[1]
         reqs = verify.reqs.repeat_interleave(per_row)
         chosen = sample(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dsv4dist.workers.executor import NO_TOKEN
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -44,7 +46,7 @@ def sample(
     *,
     all_greedy: bool = False,
 ) -> torch.Tensor:
-    """One token per row, int64 [S].
+    """One token per row, int64 [S]; NO_TOKEN where the largest logit is not finite, so that there is no choice.
 
         logits       [S, V] fp32
         temperature  [S] fp32; 0 = the largest logit, the lowest token on ties
@@ -54,7 +56,8 @@ def sample(
     Sampling adds Gumbel noise to the log-probabilities and takes the largest, so that a rounding difference between two
     runs changes a token only where two noisy values nearly tie.
     """
-    largest = logits.argmax(dim=-1)
+    peak, largest = logits.max(dim=-1)  # NaN counts as the largest
+    largest = torch.where(peak.abs() < float("inf"), largest, NO_TOKEN)
     if all_greedy:
         return largest
     drawn = temperature > 0
@@ -62,7 +65,8 @@ def sample(
     scaled = logits.double() / torch.where(drawn, temperature, 1.0).double().unsqueeze(1)
     kept = _keep_likeliest(scaled, top_p.double(), top_k)
     noise = -torch.log(-torch.log(philox_uniform(seed, positions, logits.shape[1])))
-    return torch.where(drawn, (scaled + noise).masked_fill(~kept, float("-inf")).argmax(dim=-1), largest)
+    chosen = (scaled + noise).masked_fill(~kept, float("-inf")).argmax(dim=-1)
+    return torch.where(drawn & (largest != NO_TOKEN), chosen, largest)
 
 
 def _keep_likeliest(scaled: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

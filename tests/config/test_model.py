@@ -95,6 +95,23 @@ def test_ratio_one_is_ratio_zero() -> None:
         ({"scoring_func": "sigmoid"}, ["scoring_func", "sigmoid"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear"]),
         ({"num_experts_per_tok": 300}, ["num_experts_per_tok"]),
+        ({"rope_theta": "abc"}, ["rope_theta is 'abc'", "a number above 1"]),
+        ({"rope_theta": None}, ["rope_theta is None"]),
+        ({"rope_theta": 1}, ["rope_theta is 1;"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps is 0;", "above 0"]),
+        ({"swiglu_limit": float("nan")}, ["swiglu_limit is nan"]),
+        ({"routed_scaling_factor": 10**400}, ["routed_scaling_factor is 1000"]),
+        ({"compress_rope_theta": float("inf")}, ["compress_rope_theta is inf"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, ["rope_scaling.factor is 0"]),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": 0}}, ["rope_scaling.beta_fast is 0"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'", "an object"]),
+        ({"rope_parameters": {"main": 3}}, ["rope_parameters.main is 3"]),
+        (
+            {"rope_parameters": {"main": {"rope_theta": "x"}, "compress": {"rope_theta": [], "rope_type": "default"}}},
+            ["rope_parameters.main.rope_theta is 'x'", "rope_parameters.compress.rope_theta is []"],
+        ),
+        ({"qk_rope_head_dim": None, "partial_rotary_factor": -0.125}, ["qk_rope_head_dim is None"]),
+        ({"bos_token_id": "<s>"}, ["bos_token_id is '<s>'"]),
     ],
 )
 def test_what_cannot_be_used_is_named(change: dict[str, object], words: list[str]) -> None:
@@ -102,6 +119,16 @@ def test_what_cannot_be_used_is_named(change: dict[str, object], words: list[str
         parse_model_config(FLASH | change)
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
+
+
+def test_layer_names_and_rotary_shares_of_the_wrong_kind() -> None:
+    saved = {key: value for key, value in FLASH.items() if key not in ("compress_ratios", "qk_rope_head_dim")}
+    saved |= {"layer_types": [["sliding_attention"]] * 43, "compress_rates": [4]}
+    with pytest.raises(ConfigError, match="compress_rates is \\[4\\]; expected an object"):
+        parse_model_config(saved)
+    for share in (-0.125, 0, 1e-9, 2):
+        with pytest.raises(ConfigError, match="partial_rotary_factor is|rotary width"):
+            parse_model_config(saved | {"compress_rates": {}, "partial_rotary_factor": share})
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -117,6 +144,9 @@ def test_directories_without_a_usable_file(tmp_path) -> None:
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not readable as JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="holds list"):

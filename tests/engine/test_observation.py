@@ -53,6 +53,20 @@ def test_the_trace_is_whole_json_even_after_a_failure(tmp_path: Path) -> None:
     assert events[2]["args"]["tokens"] == 3
 
 
+def test_a_trace_that_cannot_be_written_ends_without_ending_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs Linux")
+    served = 0
+    with StepTrace(Path("/dev/full")) as trace:
+        for _ in range(1000):  # more than a file buffers
+            with trace.span("step", text="x" * 99):
+                served += 1
+    assert served == 1000
+    assert [record.message for record in caplog.records] == [
+        "the trace ends early: /dev/full: No space left on device"
+    ]
+
+
 def test_an_empty_trace_is_json(tmp_path: Path) -> None:
     with StepTrace(tmp_path / "t.json"):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from dsv4dist.engine.core import EngineCore
 from dsv4dist.engine.request import Request, SamplingParams
 from dsv4dist.errors import RequestError
+from dsv4dist.workers.executor import NO_TOKEN
 from tests.cache.test_blocks import check_ownership
 from tests.support.simulation import VOCAB, alone, simulated_engine
 
@@ -77,10 +79,12 @@ def test_any_load_gives_what_each_request_gives_alone(
                 aborted.add(victim)
         before = engine._executor.rows  # type: ignore[attr-defined]
         for output in engine.step():
+            assert output.id not in outputs, "a request was given twice"
             outputs[output.id] = output
         assert engine._executor.rows - before <= budget  # type: ignore[attr-defined]
         check_invariants(engine)
     for output in engine.stream_all():
+        assert output.id not in outputs, "a request was given twice"
         outputs[output.id] = output
     assert outputs.keys() == expected.keys()
     for request_id, output in outputs.items():
@@ -94,7 +98,7 @@ def test_any_load_gives_what_each_request_gives_alone(
     check_invariants(engine)
     assert not engine._scheduler.running
     done, total = engine.progress()
-    assert done <= total
+    assert done == total
 
 
 def test_steps_run_ahead_until_a_request_joins_or_must_end() -> None:
@@ -132,6 +136,18 @@ def test_what_comes_behind_a_stop_is_dropped() -> None:
     assert engine.abort("aborted")
     (other,) = engine.generate([[9, 9, 9]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert other.token_ids == alone([9, 9, 9], 20, True)
+
+
+def test_requests_that_end_within_a_packet_are_given_once() -> None:
+    engine = simulated_engine(run_ahead=16)
+    for index in range(8):  # of these some stop early, while the others go on
+        engine.submit([index + 2] * 9, SamplingParams(max_tokens=200), str(index))
+    given = [output.id for _ in range(5) for output in engine.step()]
+    assert engine.abort("1")
+    given += [output.id for output in engine.stream_all()]
+    assert sorted(given) == [str(index) for index in range(8)]
+    assert engine.metrics.values["generated_tokens"] < 8 * 200
+    assert engine.progress()[0] == engine.progress()[1]
 
 
 def test_ten_thousand_short_requests() -> None:
@@ -286,6 +302,8 @@ def test_an_abandoned_stream_leaves_nothing_running() -> None:
     next(stream)
     stream.close()
     assert not engine.has_unfinished
+    engine.generate([[3]], SamplingParams(max_tokens=5))
+    assert engine.progress()[0] == engine.progress()[1]
     check_invariants(engine)
 
 
@@ -322,6 +340,40 @@ def test_the_largest_parameters_are_served_and_default_seeds_wrap() -> None:
     engine = EngineCore(simulated.config, simulated._executor, None, seed=2**64 - 1)
     outputs = engine.generate([[1], [2], [3]], [params, SamplingParams(max_tokens=3), SamplingParams(max_tokens=3)])
     assert all(output.error is None for output in outputs)
+
+
+def test_refused_batches_and_scores_use_up_no_default_seed() -> None:
+    engine = simulated_engine()
+    with pytest.raises(RequestError):
+        engine.generate([[1], [VOCAB]], SamplingParams(temperature=1.0))
+    engine.score([[1, 2]])
+    engine.queue_request([1], SamplingParams(seed=9), "own")
+    assert [engine.queue_request([1], SamplingParams(), name).seed for name in "ab"] == [0, 1]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_request_without_finite_logits_ends_with_an_error_and_others_go_on(drafts: int) -> None:
+    """Rank 0 says NO_TOKEN for a choice that it cannot make."""
+    engine = simulated_engine(speculative_tokens=drafts)
+    sample, prompt, fails_at = engine._executor._sample, [7] * 5, 9  # type: ignore[attr-defined]
+
+    def failing(context: np.ndarray, num_drafts: int) -> list[int]:
+        words = sample(context, num_drafts)
+        first = max(0, fails_at - (len(context) - num_drafts))  # of the choices in this step
+        if context[0] == prompt[0] and first <= drafts:
+            words[first : 1 + drafts] = [NO_TOKEN] * (1 + drafts - first)
+        return list(words)
+
+    engine._executor._sample = failing  # type: ignore[attr-defined]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    bad, good = engine.generate([prompt, [3] * 40], params)
+    assert bad.finish_reason == "error"
+    assert bad.error is not None
+    assert "not finite" in bad.error
+    assert bad.token_ids == alone(prompt, fails_at - len(prompt), True)
+    assert good.token_ids == alone([3] * 40, 30, True)
+    assert engine.progress()[0] == engine.progress()[1]
+    check_invariants(engine)
 
 
 def test_drafts_leave_room_for_prompts() -> None:

@@ -88,7 +88,7 @@ class SimulatedExecutor:
         result = self.execute(self._packet)
         sections = split_sections(self._packet, read_header(self._packet, 1 << 20, 1 << 20).shape)
         if self._num_left:
-            sections["token_ids"][:] = result.token_ids
+            sections["token_ids"][:] = np.maximum(result.token_ids, 0)
             sections["seq_lens"] += 1
         return result
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4dist.workers.executor import NO_TOKEN
 from dsv4dist.workers.sampler import philox_uniform, sample, token_logprobs
 
 
@@ -46,6 +47,15 @@ def _sample(logits: torch.Tensor, rows: int, temperature: float, top_p: float = 
 
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     assert _sample(torch.tensor([0.0, 5.0, 5.0, 1.0]), 1, 0.0).tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_no_token_where_logits_are_not_finite(temperature: float, bad: float) -> None:
+    lowest = float("-inf")
+    rows = [[0.0, bad, 1.0], [bad] * 3, [lowest] * 3, [lowest, 7.0, lowest]]
+    for row, expected in zip(rows, [NO_TOKEN] * 3 + [1], strict=True):
+        assert _sample(torch.tensor(row), 2, temperature).tolist() == [expected] * 2
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-38, 1e-40])
