@@ -39,7 +39,7 @@ class LogitsFile:
     def add(self, name: str, logits: npt.NDArray[np.float32]) -> None:
         """Append one matrix [tokens, vocab].  Raises: OSError naming the file; what was added before stays."""
         data = np.ascontiguousarray(logits, dtype="<f4")
-        append(self._file, memoryview(data).cast("B"))
+        append(self._file, data.data.cast("B"))
         end = self._data_bytes + data.nbytes
         self._entries[name] = {"dtype": "F32", "shape": list(data.shape), "data_offsets": [self._data_bytes, end]}
         self._data_bytes = end

@@ -37,7 +37,8 @@ def occupy_standard_descriptors() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 @contextmanager

@@ -25,7 +25,10 @@ def progress_bar(what: str, position: Callable[[], tuple[int, int]], unit: str) 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
     # Rich would send standard output to its own console, here standard error: right only if both are the terminal.
     with PolledProgress(
-        *columns, console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout is not None and sys.stdout.isatty()
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
     ) as bar:
         bar.add_task(what)
         yield

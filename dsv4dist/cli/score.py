@@ -48,9 +48,7 @@ def command(
 ) -> int:
     """Check everything that can be checked, then score; returns the exit code."""
     requests = gather_requests(prompt, prompt_ids, input_file)
-    check_outputs(
-        {"--output": output, "--dump-logits": dump_logits, "--trace": config.trace}, overwrite, input_file
-    )
+    check_outputs({"--output": output, "--dump-logits": dump_logits, "--trace": config.trace}, overwrite, input_file)
     if dump_logits is not None and dump_logits.exists() and not dump_logits.is_file():
         raise OptionError(f"--dump-logits {dump_logits} is no regular file, which safetensors needs; choose another")
     check_options(config)

@@ -79,9 +79,20 @@ def test_blocks_are_those_that_the_allocator_makes() -> None:
 
 def test_what_does_not_fit_is_zero_requests_and_a_bad_split_is_refused() -> None:
     options = MemoryOptions("h100", "bfloat16", "fp8_ds_mla", 8192, 8, 2048, 0.9)
-    assert plan_memory(preset_config("pro"), 1, options)[-1]["count"] == 0
+    rows = plan_memory(preset_config("pro"), 1, options)
+    assert rows[-1]["count"] == 0
+    assert all(row.get("count", 0) >= 0 for row in rows)
     with pytest.raises(ConfigError, match="use one of 1, 2, 4, 8"):
         plan_memory(preset_config("flash"), 3, options)
+
+
+def test_the_command_refuses_what_a_run_refuses(
+    checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", "--model", "flash", "--context", "9999999"]) == 2
+    assert "--context is 9999999; the model's max_position_embeddings is 1048576" in capsys.readouterr().err
+    assert run(["plan", "--model", str(checkpoint("tiny"))]) == 2
+    assert "--kv-cache-dtype fp8_ds_mla needs head_dim = 512" in capsys.readouterr().err
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,13 @@ def test_version_and_help(capsys: Capture) -> None:
         (["score", "--model", "x", "--prompt", "a", "--kernels", "fast"], "--kernels is 'fast'; choose from auto,"),
         (["make-checkpoint", "/tmp/x", "--preset", "big"], "'big'"),
         (["info", "--kernels", "fast"], "--kernels is 'fast'"),
+        (["compile", "--arch", "gfx942,gfx000"], "--arch: kernels are not compiled for 'gfx000'; choose from gfx90a,"),
+        (["generate", "--model", "x", "--prompt", "a", "--step-timeout-s", "inf"], "--step-timeout-s is inf"),
+        (["generate", "--model", "x", "--prompt", "a", "--placement-timeout-s", "nan"], "--placement-timeout-s is nan"),
+        (
+            ["generate", "--model", "x", "--prompt", "a", "--trace", "/nowhere/t"],
+            "--trace /nowhere/t: there is no direc",
+        ),
     ],
     ids=str,
 )
@@ -106,6 +113,8 @@ def test_options_that_this_model_does_not_allow(checkpoint: Callable[..., Path],
         capsys,
     )
     fails(generate(model, "--tp", "2"), 2, "the local executor holds one rank", capsys)
+    if not torch.cuda.is_available():
+        fails(generate(model, "--device", "cuda"), 2, "--device: PyTorch finds no GPU here", capsys)
 
 
 @pytest.mark.ray
@@ -157,18 +166,38 @@ codes = [run(["--help"]), run(["generate", "--help"]), run(["generate", "--model
 heavy = {"torch", "ray", "transformers", "triton", "zmq"} & {name.partition(".")[0] for name in sys.modules}
 print(codes, sorted(heavy), file=sys.stderr)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stderr.splitlines()[-1] == "[0, 0, 1] []"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[0, 0, 1] []"
+
+
+def ended(command: str) -> tuple[int, str, str]:
+    """Run a shell command that has this program as $CLI; returns code, standard output and standard error."""
+    program = f"CLI='{sys.executable} -m dsv4dist'; {command}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_closed_standard_streams() -> None:
+    code, _, err = ended("$CLI generate --model x --input - <&-")
+    assert (code, err) == (2, "dsv4dist: error: --input -: standard input is closed; give a file of JSON lines\n")
+    code, _, err = ended("$CLI plan --model flash --json >&-")
+    assert (code, err.count("\n")) == (0, 0)
+    code, _, err = ended("$CLI info --json >&-")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--json: standard output is closed" in err
+    assert ended("$CLI generate --model /nowhere --prompt a 2>&-") == (1, "", "")
+
+
+def test_a_reader_that_goes_away_is_told() -> None:
+    code, out, err = ended("(sleep 1; $CLI info --json) | true")
+    assert (code, out) == (1, "")
+    assert err.startswith("dsv4dist: error: standard output was closed before everything was written")
+    assert err.count("\n") == 1
 
 
 def test_module_exits_with_the_code() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "dsv4dist", "generate", "--model", "/nowhere", "--tp", "x"],
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.count("\n") == 1
+    code, out, err = ended("$CLI generate --model /nowhere --tp x")
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 def test_a_signal_inside_compiled_code_is_still_a_signal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,10 @@ def test_scheduler_rows(capsys: Capture) -> None:
     assert {"median_us", "p10_us", "p90_us", "hardware", "versions", "commit", "command"} <= set(rows[0])
 
 
+def test_alone_it_says_what_there_is(capsys: Capture) -> None:
+    assert "Time the driver's planning" in succeeds(["bench"], capsys)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -36,6 +40,7 @@ def test_scheduler_rows(capsys: Capture) -> None:
         (["kernels", "--heads", "8,x"], "found '8,x'"),
         (["kernels", "--tp", "0"], "found '0'"),
         (["kernels", "--from", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["control", "--k", "1,999999"], "--k 999999: a packet has at most 256 steps"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, capsys: Capture) -> None:
@@ -88,6 +93,8 @@ def test_a_recorded_run_becomes_markdown(capsys: Capture, tmp_path: Path) -> Non
     ]
     recorded.write_text('{"bench": "kernels"}\nnoise\n')
     fails(["bench", "kernels", "--from", str(recorded)], 1, "run.jsonl line 2: not a row", capsys)
+    recorded.write_bytes(b'{"bench": "\xff"}\n')
+    fails(["bench", "kernels", "--from", str(recorded)], 1, "run.jsonl line 1: not a row", capsys)
     recorded.write_text("")
     fails(["bench", "kernels", "--from", str(recorded)], 1, "holds no rows", capsys)
 

@@ -86,6 +86,13 @@ def test_second_use_of_an_id() -> None:
     assert "already used" in third.error
 
 
+def test_an_id_like_that_of_a_line_without_one() -> None:
+    first, second = read({"id": "line-2", "prompt": "x"}, {"prompt": "y"})
+    assert isinstance(first, InputRequest)
+    assert isinstance(second, BadRequest)
+    assert second.error == "id 'line-2' (it has no id of its own) is already used on line 1"
+
+
 def test_byte_order_mark_is_not_text() -> None:
     assert read(b'\xef\xbb\xbf{"id": "a", "prompt": "x"}') == [InputRequest("a", "line 1", "x", {}, 1)]
 

@@ -65,6 +65,19 @@ def test_bad_lines_among_good_ones(checkpoint: Callable[..., Path], tmp_path: Pa
     fails(score(checkpoint("tiny-swa"), *more), 2, "--dump-logits", capsys)
 
 
+def test_logits_need_a_file_of_their_own(checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture) -> None:
+    model, place = checkpoint("tiny-swa"), tmp_path / "x"
+    for more, message in (
+        (["--output", place, "--dump-logits", place], "--output and --dump-logits are both"),
+        (["--dump-logits", "/dev/null"], "--dump-logits /dev/null is no regular file"),
+        (["--dump-logits", tmp_path], "is a directory"),
+        (["--dump-logits", tmp_path / "no" / "x"], "there is no directory"),
+    ):
+        fails(score(model, "--prompt-ids", "1,2", *more), 2, message, capsys)
+    assert not Path("/dev/null").is_file()
+    assert not any(tmp_path.iterdir())
+
+
 def test_reserved_name(checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture) -> None:
     inputs = tmp_path / "in.jsonl"
     inputs.write_text('{"id": "__metadata__", "prompt": "a"}\n')

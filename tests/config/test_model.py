@@ -127,7 +127,7 @@ def test_layer_names_and_rotary_shares_of_the_wrong_kind() -> None:
     with pytest.raises(ConfigError, match="compress_rates is \\[4\\]; expected an object"):
         parse_model_config(saved)
     for share in (-0.125, 0, 1e-9, 2):
-        with pytest.raises(ConfigError, match="partial_rotary_factor is|rotary width"):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor is|rotary width"):
             parse_model_config(saved | {"compress_rates": {}, "partial_rotary_factor": share})
 
 

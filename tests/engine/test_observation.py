@@ -62,9 +62,7 @@ def test_a_trace_that_cannot_be_written_ends_without_ending_the_run(caplog: pyte
             with trace.span("step", text="x" * 99):
                 served += 1
     assert served == 1000
-    assert [record.message for record in caplog.records] == [
-        "the trace ends early: /dev/full: No space left on device"
-    ]
+    assert [record.message for record in caplog.records] == ["the trace ends early: /dev/full: No space left on device"]
 
 
 def test_an_empty_trace_is_json(tmp_path: Path) -> None:
