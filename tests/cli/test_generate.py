@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dsv4dist.cli.app import run
 from dsv4dist.engine.engine import Engine
@@ -123,6 +125,20 @@ def test_one_bad_prompt_is_one_line(model: Path, capsys: Capture) -> None:
     fails(generate(model, "--prompt-ids", "999"), 1, "--prompt-ids 1: ", capsys)
     fails(generate(model, "--prompt", ""), 1, "--prompt 1: ", capsys)
     fails(generate(model, "--prompt", "9z" * 300), 1, "--prompt 1: ", capsys)
+
+
+def test_a_token_that_makes_logits_infinite_fails_its_request_alone(
+    model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    damaged = shutil.copytree(model, tmp_path / "damaged")
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["embed.weight"][7] = float("nan")
+    save_file(tensors, damaged / "model.safetensors")
+    more = ["--prompt-ids", "5,6", "--prompt-ids", "5,7", "--ignore-eos", "--temperature", "1", "--json"]
+    expected, _ = json_lines(succeeds(generate(model, *more), capsys))
+    bad, good = json_lines(fails(generate(damaged, *more), 1, "--prompt-ids 2: the logits are not finite", capsys))
+    assert good["token_ids"] == expected["token_ids"]
+    assert (bad["token_ids"], bad["finish_reason"]) == ([], "error")
 
 
 def test_text_without_a_tokenizer(model: Path, tmp_path: Path, capsys: Capture) -> None:
