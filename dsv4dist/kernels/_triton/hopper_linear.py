@@ -252,13 +252,15 @@ def _warps(padded: int, num_weights: int) -> int:
 
 
 def plan_splits(tiles: int, blocks: int, padded: int, warps: int, compute_units: int) -> int:
-    """Shares of the channels: so many that programs fill the device, of at least two blocks each.
+    """Shares of the channels: so many that programs fill the device, of two blocks each, or of four where there are more
+    than four shares, whose sum takes longer than what further ones save.
 
     Four programs of few rows share a multiprocessor, or two wide ones. Narrow ones of more rows get one each, and counts
     that divide the channels: a share more costs what it saves, since its sums are larger.
     """
     programs = compute_units * (4 if padded <= FEW_ROWS else warps // 4)
-    splits = max(1, min(MAX_SPLITS, blocks // 2, programs // tiles))
+    most = max(min(4, blocks // 2), blocks // 4)
+    splits = max(1, min(MAX_SPLITS, most, programs // tiles))
     return splits if padded <= FEW_ROWS or warps == 8 else 1 << (splits.bit_length() - 1)
 
 
