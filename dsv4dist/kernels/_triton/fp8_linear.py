@@ -214,14 +214,11 @@ def fp8_weight_linear(
         for group in range(len(weight)):
             out[:, group] = fp8_linear(x[:, group], weight[group], weight_scale[group], **quantised)
         return out
-    arch = arch_traits(x.device)
-    on_hopper = arch.name == "sm90" and fp8_format is Fp8Format.OCP and hopper_linear.takes(x, weight, weight_scale)
-    # A vector product holds a power of two of channels; of 1,536 a quarter of its lanes have none.
-    fills_vectors = triton.next_power_of_2(weight.shape[2]) == weight.shape[2]
-    if len(x) == 1 and weight_scale.dtype == torch.float32 and (fills_vectors or not on_hopper):
+    if len(x) == 1 and weight_scale.dtype == torch.float32:
         vector_product(x[0], weight, weight_scale, out[0], fp8_format)
         return out
-    if on_hopper:
+    arch = arch_traits(x.device)
+    if arch.name == "sm90" and fp8_format is Fp8Format.OCP and hopper_linear.takes(x, weight, weight_scale):
         hopper_linear.hopper_linear(x, weight, weight_scale, out, arch.compute_units, num_splits)
         return out
     if weight_scale.dtype == torch.float8_e8m0fnu:
