@@ -1,4 +1,8 @@
-"""Every rank selects the same keys in the same order: their outputs are summed, so one that differs spoils all."""
+"""Ranks decide alike: which keys they select, in which order, and whether decode steps are captured.
+
+Outputs are summed, so that one rank that selects others spoils all; a collective in a graph on one rank waits for ever
+for an eager one on another.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import torch
 from dsv4dist import EngineConfig, SamplingParams
 from dsv4dist.config.resolve import resolve
 from dsv4dist.distributed.comm import Communicator
+from dsv4dist.workers.graphs import CaptureRow, capture_on_all_ranks
 from dsv4dist.workers.local_executor import LocalExecutor
 from dsv4dist.workers.runner import ModelRunner
 from tests.distributed.test_comm import together
@@ -65,3 +70,33 @@ def test_four_ranks_select_the_same_keys(checkpoint: Callable[..., Path]) -> Non
     assert len(first[0]) > NUM_STEPS
     assert first[1] > 0
     assert all(one == first for one in others)
+
+
+class _Capture:
+    """Graphs of a device that is not there; `fails` says what its capture raises."""
+
+    def __init__(self, fails: str | None) -> None:
+        self.fails = fails
+
+    def warm_up(self) -> None:
+        pass
+
+    def capture(self) -> list[CaptureRow]:
+        if self.fails is not None:
+            raise RuntimeError(self.fails)
+        return [CaptureRow(8, 0.1, 0)]
+
+
+def capturing(failing: tuple[int, ...], comm: Communicator) -> tuple[int, str | None]:
+    graphs: Any = _Capture("no memory is left\nby the device" if comm.tp.rank in failing else None)
+    rows, reason = capture_on_all_ranks(graphs, comm, torch.device("cpu"))
+    return len(rows), reason
+
+
+def test_all_ranks_replay_or_none() -> None:
+    assert together(2, partial(capturing, ())) == [(1, None)] * 2
+    assert together(3, partial(capturing, (1,))) == [
+        (1, "1 of the other ranks could not capture"),
+        (0, "no memory is left"),
+        (1, "1 of the other ranks could not capture"),
+    ]
