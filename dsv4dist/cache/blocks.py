@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dsv4dist.cache.block_pool import BlockPool
@@ -59,10 +59,18 @@ class BlockManager:
 
     def fits(self, tables: BlockTables, num_tokens: int) -> bool:
         """Whether the blocks that the first `num_tokens` tokens of a request still need are available."""
+        return self.fit_together([(tables, num_tokens)])
+
+    def fit_together(self, wanted: Iterable[tuple[BlockTables, int]]) -> bool:
+        """The same for the first so many tokens of several requests at once."""
+        wanted = [(tables, num_tokens) for tables, num_tokens in wanted if num_tokens > tables.covered]
         for group in self._unbounded:
-            table = tables.get(group.name)
-            owned = table.first_block + len(table.blocks) if table is not None else 0
-            if -(-num_tokens // group.block_tokens) - owned > self.pools[group.name].num_available:
+            missing = 0
+            for tables, num_tokens in wanted:
+                table = tables.get(group.name)
+                owned = table.first_block + len(table.blocks) if table is not None else 0
+                missing += max(0, -(-num_tokens // group.block_tokens) - owned)
+            if missing > self.pools[group.name].num_available:
                 return False
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -89,6 +90,7 @@ class AsyncEngine:
         Raises: RequestError for a request that cannot be served, or an id that a running one has; WorkerError, also
         from the iterator, when the ranks are lost or the engine was shut down.
         """
+        arrived_s = time.monotonic()
         own_id = request_id if request_id is not None else f"request-{uuid.uuid4().hex}"
         loop = asyncio.get_running_loop()
         queued: asyncio.Future[None] = loop.create_future()
@@ -101,6 +103,7 @@ class AsyncEngine:
                 if own_id in self._streams:
                     raise RequestError(f"a request with id {own_id!r} is running; give each an id of its own")
                 stream.request = self._engine.queue_request(prompt, params, own_id)
+                stream.request.arrived_s = arrived_s
             except Exception as error:
                 _call_soon(loop, _set_exception, queued, error)
                 return
@@ -135,12 +138,14 @@ class AsyncEngine:
         command()
 
     def _abort(self, request_id: str) -> None:
-        self._engine.abort(request_id)
+        if request_id in self._streams:
+            self._abort_stream(self._streams[request_id])
 
     def _abort_stream(self, stream: _Stream) -> None:
-        """End this request, unless it has ended: its id may be another one's by now."""
+        """End this request, unless it has ended: its id may be another one's by now, or from now on."""
         if self._streams.get(stream.request_id) is stream:
-            self._engine.abort(stream.request_id)
+            self._engine.abort_request(stream.request)
+            self._send_finished(self._engine.take_finished())
 
     def _serve(self) -> None:
         """The thread: take what was asked for, run a step, send what it gave.
@@ -151,22 +156,24 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 self._take_commands()
-                self._send(self._engine.step())
+                self._send_finished(self._engine.step())
+                self._send_progress()
         except Exception as error:
             ended = error if isinstance(error, WorkerError) else WorkerError(f"the engine failed: {error!r}")
             for stream in self._streams.values():
                 stream.send(ended)
         finally:
             try:
-                for request_id in list(self._streams):
-                    self._engine.abort(request_id)
-                self._send(self._engine.take_finished())
+                for stream in list(self._streams.values()):
+                    self._abort_stream(stream)
             finally:
-                self._engine.shutdown()
-                with self._ended_lock:
-                    self._ended = ended
-                while not self._commands.empty():
-                    self._commands.get()()
+                try:
+                    self._engine.shutdown()
+                finally:
+                    with self._ended_lock:
+                        self._ended = ended
+                    while not self._commands.empty():
+                        self._commands.get()()
 
     def _take_commands(self) -> None:
         wait = not self._engine.has_unfinished
@@ -178,12 +185,14 @@ class AsyncEngine:
             command()
             wait = False
 
-    def _send(self, finished: list[RequestOutput]) -> None:
+    def _send_finished(self, finished: list[RequestOutput]) -> None:
         for output in finished:
             stream = self._streams.pop(output.id, None)
             if stream is not None:
                 stream.send(output)
-        for stream in self._streams.values():
+
+    def _send_progress(self) -> None:
+        for stream in list(self._streams.values()):
             if len(stream.request.output_token_ids) > stream.num_sent:
                 stream.num_sent = len(stream.request.output_token_ids)
                 if not stream.send(self._engine.output_of(stream.request)):

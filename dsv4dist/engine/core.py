@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,18 @@ Prompt = str | Sequence[int]
 log = logging.getLogger(__name__)
 
 
+_LAST_STEP = 1 << 30
+"""Step numbers are 32-bit words of a packet; they begin again behind this one."""
+
+
+@dataclass
+class Awaited:
+    """The requests that one call of generate, stream or score serves: those left, and those with a new state."""
+
+    left: set[Request]
+    changed: list[Request] = field(default_factory=list)
+
+
 @dataclass
 class SentPacket:
     """Steps that the ranks have been given; the results of the last `num_left` of them are to come."""
@@ -39,6 +53,11 @@ class SentPacket:
     chosen: list[ScheduledRequest]
     plan: StepPlan
     num_left: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of each of its steps."""
+        return sum(one.num_tokens for one in self.chosen)
 
     @property
     def is_over(self) -> bool:
@@ -59,11 +78,12 @@ class EngineCore:
         max_recoveries: int = 0,
     ) -> None:
         """Start the ranks; they are ended again if that fails.  Raises: ConfigError, PlacementError, WorkerError."""
-        self._trace = StepTrace(trace)
         self.config, self.tokenizer, self._executor = config, tokenizer, executor
         self._default_seeds = itertools.count(seed)
         self._recovery = Recovery(executor, max_recoveries)
+        self._trace = StepTrace(None)
         try:
+            self._trace = StepTrace(trace)
             self.report = self._recovery.start()
             log.info("%d ranks are ready; decode steps: %s", max(1, len(self.report.ranks)), self.report.decode)
             self._scheduler = self._make_scheduler()
@@ -74,6 +94,8 @@ class EngineCore:
         self._next_step = 0
         self._sent: SentPacket | None = None
         self._finished: list[Request] = []
+        """Those that nobody awaits, until they are asked for."""
+        self._awaited: dict[Request, Awaited] = {}
         self._tokens_done = self._tokens_max = 0
         self._drafts_proposed = self._drafts_accepted = 0
         self.metrics = Metrics()
@@ -105,9 +127,14 @@ class EngineCore:
         """End the unfinished requests with this id, between two steps; False if there is none. Tokens so far stay."""
         found = [request for request in self._scheduler.unfinished if request.id == request_id]
         for request in found:
+            self.abort_request(request)
+        return bool(found)
+
+    def abort_request(self, request: Request) -> None:
+        """The same for one that `queue_request` gave; nothing happens to one that has ended."""
+        if request.finish_reason is None:
             self._scheduler.abort(request)
             self._account_finished(request)
-        return bool(found)
 
     def step(self) -> list[RequestOutput]:
         """Run one step, or if nothing is left to do look after the ranks; returns the requests that ended, aborted ones
@@ -121,7 +148,7 @@ class EngineCore:
         return self.take_finished()
 
     def take_finished(self) -> list[RequestOutput]:
-        """The requests that ended since they were last asked for."""
+        """The requests that ended since they were last asked for, but for those that stream and generate serve."""
         finished, self._finished = self._finished, []
         return [self.output_of(request) for request in finished]
 
@@ -132,10 +159,11 @@ class EngineCore:
         """
         while self._scheduler.has_unfinished or self._finished:
             try:
-                yield from self.step()
-            except WorkerError:
-                yield from self.step()
-                raise
+                if not self._finished:
+                    self._advance()
+            finally:
+                while self._finished:
+                    yield self.output_of(self._finished.pop(0))
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -145,24 +173,20 @@ class EngineCore:
         Raises: RequestError, before any of them is queued; WorkerError.
         """
         requests = self._submit_many(prompts, params)
-        seen = dict.fromkeys(requests, 0)
-        try:
-            for _ in self._serve(requests):
-                for request in requests:
-                    if len(request.output_token_ids) > seen[request]:
-                        seen[request] = len(request.output_token_ids)
+        seen: dict[Request, tuple[int, str | None]] = dict.fromkeys(requests, (0, None))
+        with closing(self._serve(requests)) as steps:
+            for changed in steps:
+                for request in changed:
+                    state = (len(request.output_token_ids), request.finish_reason)
+                    if state != seen[request]:
+                        seen[request] = state
                         yield self.output_of(request)
-        finally:
-            for request in requests:  # those that an abandoned stream leaves
-                if request.finish_reason is None:
-                    self._scheduler.abort(request)
-                    self._stop_expecting(request)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Serve `prompts` to the end; outputs in their order.  Raises: RequestError, WorkerError."""
-        requests = self._submit_many(prompts, params or SamplingParams())
+        requests = self._submit_many(prompts, SamplingParams() if params is None else params)
         for _ in self._serve(requests):
             pass
         return [self.output_of(request) for request in requests]
@@ -178,6 +202,9 @@ class EngineCore:
         Raises: RequestError before anything runs; WorkerError.
         """
         ids = list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))]
+        _check_list("sequences", sequences)
+        if len(ids) != len(sequences):
+            raise RequestError(f"{len(ids)} ids for {len(sequences)} sequences; give one for each")
         kind = RowKind.SCORE_LOGITS if return_logits else RowKind.SCORE
         requests = []
         for request_id, sequence in zip(ids, sequences, strict=True):
@@ -204,17 +231,20 @@ class EngineCore:
         """Draft tokens that turned out right, and all that were verified."""
         return self._drafts_accepted, self._drafts_proposed
 
-    def _serve(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Run steps until `requests` have ended, yielding after each; what else ends stays for `take_finished`."""
-        own = set(requests)
-        left = set(requests)
-        while left:
-            try:
-                self._advance()
-            finally:
-                left.difference_update(self._finished)
-                self._finished = [request for request in self._finished if request not in own]
-            yield
+    def _serve(self, requests: Sequence[Request]) -> Generator[list[Request], None, None]:
+        """Run steps until `requests` have ended, yielding those with a new state after each; aborts what is left when
+        it is closed. What else ends stays for `take_finished`."""
+        awaited = Awaited(set(requests))
+        self._awaited.update(dict.fromkeys(requests, awaited))
+        try:
+            while awaited.left or awaited.changed:
+                if not awaited.changed:  # there are some when other calls ran steps meanwhile
+                    self._advance()
+                changed, awaited.changed = awaited.changed, []
+                yield list(dict.fromkeys(changed))
+        finally:
+            for request in list(awaited.left):
+                self.abort_request(request)
 
     def _advance(self) -> None:
         """Run one step, or if nothing is left to do look after the ranks; the only place that meets their loss.
@@ -224,12 +254,14 @@ class EngineCore:
         try:
             while self._sent is not None and self._sent.is_over:
                 self._executor.collect()  # what came behind the end of all of its requests
+                self.metrics.record_rows(self._sent.num_rows)
                 self._sent.num_left -= 1
                 self._sent = self._sent if self._sent.num_left else None
             if self._scheduler.has_unfinished:
                 self._step()
             else:
                 self._executor.check()
+                self.metrics.record_state(self._scheduler)
         except WorkerError as error:
             self._recover(error)
 
@@ -260,7 +292,7 @@ class EngineCore:
         started = time.monotonic()
         sent = self._sent = self._sent or self._send()
         chosen, plan = sent.chosen, sent.plan
-        num_rows = sum(one.num_tokens for one in chosen)
+        num_rows = sent.num_rows
         step_id = plan.step_id + plan.num_steps - sent.num_left
         with self._trace.span(
             "execute", step=step_id, kind=plan.kind.name, requests=len(chosen), tokens=num_rows
@@ -281,6 +313,8 @@ class EngineCore:
         for request in running:
             self._tokens_done += max(0, request.num_computed - request.num_counted)
             request.num_counted = max(request.num_counted, request.num_computed)
+            if request in self._awaited:
+                self._awaited[request].changed.append(request)
             if request.finish_reason is not None:
                 self._account_finished(request)
 
@@ -294,7 +328,7 @@ class EngineCore:
         with self._trace.span("pack", step=step_id, steps=num_steps):
             plan = build_step_plan(chosen, self._executor.generation, step_id, num_steps)
             packet = plan.pack()
-        self._next_step += num_steps
+        self._next_step = step_id + num_steps if step_id < _LAST_STEP else 0
         self._executor.submit(packet, num_steps)
         return SentPacket(chosen, plan, num_steps)
 
@@ -347,25 +381,29 @@ class EngineCore:
         request.draft_token_ids = drafts
 
     def _account_finished(self, request: Request) -> None:
-        self._stop_expecting(request)
-        self._finished.append(request)
-
-    def _stop_expecting(self, request: Request) -> None:
-        """Take what an ended request did not need out of what progress waits for."""
-        self._tokens_max -= request.max_total_tokens - request.num_counted
+        self._tokens_max -= request.max_total_tokens - request.num_counted  # what it did not need
+        awaited = self._awaited.pop(request, None)
+        if awaited is None:
+            self._finished.append(request)
+        else:
+            awaited.left.discard(request)
+            awaited.changed.append(request)
 
     def _fail_unfinished(self, message: str) -> None:
         for request in self._scheduler.unfinished:
             request.finish("error", message)
             self._account_finished(request)
-        self._scheduler = self._make_scheduler()
+        before, self._scheduler = self._scheduler, self._make_scheduler()
+        self._scheduler.take_counts(before)
 
     def output_of(self, request: Request) -> RequestOutput:
         """A request's state as its user sees it."""
-        text = self.tokenizer.decode(request.output_token_ids) if self.tokenizer is not None else None
+        if request.shown_prompt is None:
+            request.shown_prompt = list(request.prompt_token_ids)
+        text = self._text(request) if self.tokenizer is not None else None
         return RequestOutput(
             id=request.id,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=request.shown_prompt,
             token_ids=list(request.output_token_ids),
             text=text,
             finish_reason=request.finish_reason,
@@ -373,10 +411,21 @@ class EngineCore:
             metrics=request.metrics(),
         )
 
+    def _text(self, request: Request) -> str:
+        """The text so far, up to the last whole character while more may come."""
+        assert self.tokenizer is not None
+        if request.finish_reason is not None:
+            return self.tokenizer.decode(request.output_token_ids)
+        if request.text is None:
+            request.text = self.tokenizer.stream()
+        request.text.push(request.output_token_ids[request.text.num_tokens :])
+        return request.text.shown
+
     def _submit_many(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         """Queue all prompts or, if one of them is refused, none."""
+        _check_list("prompts", prompts)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
@@ -396,7 +445,7 @@ class EngineCore:
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens; with max_model_len = {limit} it may have {limit - 1}"
             )
-        total = min(len(prompt_ids) + params.max_tokens, limit)
+        total = min(len(prompt_ids) + int(params.max_tokens), limit)
         return self._request(request_id, prompt_ids, params, total, RowKind.SAMPLE)
 
     def _request(
@@ -420,10 +469,7 @@ class EngineCore:
         if isinstance(prompt, str):
             tokens = encode_prompt(self.tokenizer, prompt, self.config.directory)
         else:
-            wrong = [token for token in prompt if isinstance(token, bool) or not hasattr(token, "__index__")]
-            if wrong:
-                raise RequestError(f"token id {wrong[0]!r} is not an integer")
-            tokens = [int(token) for token in prompt]
+            tokens = [_token_id(token) for token in prompt]
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         vocab = self.config.model.vocab_size
@@ -438,6 +484,23 @@ class EngineCore:
         blocks = BlockManager(groups, self.report.num_cache_blocks)
         prefix_cache = PrefixCache(blocks) if config.enable_prefix_caching else None
         return Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
+
+
+def _check_list(what: str, prompts: object) -> None:
+    """Refuse one prompt where several are expected.  Raises: RequestError."""
+    if isinstance(prompts, str):
+        raise RequestError(f"{what} is a text; give a list of texts or of lists of token ids")
+    if isinstance(prompts, Sequence) and any(isinstance(one, int) for one in prompts):
+        raise RequestError(f"{what} is a list of token ids; give a list of such lists or of texts")
+
+
+def _token_id(token: object) -> int:
+    try:
+        if isinstance(token, bool):
+            raise TypeError
+        return operator.index(token)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise RequestError(f"token id {token!r} is not an integer") from None
 
 
 def _score_output(request: Request, with_logits: bool) -> ScoreOutput:

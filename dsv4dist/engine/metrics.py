@@ -42,7 +42,8 @@ class Metrics:
     values: dict[str, float] = field(default_factory=dict)
     block_use: dict[str, float] = field(default_factory=dict)
     _exported: dict[str, Any] | None = None
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+    _recent: deque[tuple[float, float, int]] = field(default_factory=deque)
+    """When each of the last steps began and ended, and its new tokens."""
     _recent_tokens: int = 0
 
     def record_recoveries(self, recoveries: int, seconds: float) -> None:
@@ -57,33 +58,47 @@ class Metrics:
         acceptance  drafts so far: right ones, all
         """
         now = time.monotonic()
-        self._recent.append((now, num_new_tokens))
+        self._recent.append((now - step_s, now, num_new_tokens))
         self._recent_tokens += num_new_tokens
-        while now - self._recent[0][0] >= RATE_SPAN_S:
-            self._recent_tokens -= self._recent.popleft()[1]
-        span = max(now - self._recent[0][0], step_s)
+        self.values |= {
+            "generated_tokens": self.values.get("generated_tokens", 0) + num_new_tokens,
+            "accepted_draft_tokens": acceptance[0],
+            "draft_tokens": acceptance[1],
+            "step_seconds": step_s,
+        }
+        self.record_rows(num_rows)
+        self.record_state(scheduler)
+        if self._exported:
+            self._exported["step_seconds"].observe(step_s)
+
+    def record_rows(self, num_rows: int) -> None:
+        """Account for a step that computed `num_rows` rows; Ray learns of them with the next state."""
+        self.values["computed_tokens"] = self.values.get("computed_tokens", 0) + num_rows
+
+    def record_state(self, scheduler: Scheduler) -> None:
+        """Take the numbers that change without a step too, and hand all to Ray."""
+        if not self.values.keys() >= {"generated_tokens", "computed_tokens"}:
+            return  # no step has run
+        now = time.monotonic()
+        while self._recent and now - self._recent[0][1] >= RATE_SPAN_S:
+            self._recent_tokens -= self._recent.popleft()[2]
         cache = scheduler.prefix_cache
         stats = cache.stats if cache is not None else PrefixStats()
         self.values |= {
             "running_requests": len(scheduler.running),
             "waiting_requests": scheduler.num_waiting,
-            "tokens_per_second": self._recent_tokens / span,
+            "tokens_per_second": self._recent_tokens / (now - self._recent[0][0]) if self._recent else 0.0,
             "preemptions": scheduler.num_preemptions,
             "cached_tokens": stats.reused_tokens,
             "prefix_queries": stats.queries,
             "prefix_hits": stats.hits,
             "prefix_shortened_hits": stats.shortened_hits,
             "prefix_evictions": cache.evictions if cache is not None else 0,
-            "generated_tokens": self.values.get("generated_tokens", 0) + num_new_tokens,
-            "computed_tokens": self.values.get("computed_tokens", 0) + num_rows,
-            "accepted_draft_tokens": acceptance[0],
-            "draft_tokens": acceptance[1],
-            "step_seconds": step_s,
         }
         self.block_use = {name: pool.num_used / pool.num_blocks for name, pool in scheduler.blocks.pools.items()}
-        self._export(step_s)
+        self._export()
 
-    def _export(self, step_s: float) -> None:
+    def _export(self) -> None:
         """Hand the numbers to Ray, if this process is connected to one."""
         if self._exported is None:
             self._exported = _ray_metrics()
@@ -99,7 +114,6 @@ class Metrics:
             if self.values[name] > before:
                 counter.inc(self.values[name] - before)
                 self._exported[name] = (counter, self.values[name])
-        self._exported["step_seconds"].observe(step_s)
 
 
 def _ray_metrics() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv4dist.cache.blocks import BlockTables
+from dsv4dist.engine.tokenizer import IncrementalDecoder
 from dsv4dist.errors import RequestError, one_error
 from dsv4dist.workers.packet import RowKind
 
@@ -58,7 +59,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request's tokens so far; finish_reason is None while it runs, then "stop", "length", "abort" or "error"."""
+    """A request's tokens so far; finish_reason is None while it runs, then "stop", "length", "abort" or "error".
+
+    While it runs, the text ends with a whole character. All outputs of a request share one list prompt_token_ids.
+    """
 
     id: str
     prompt_token_ids: list[int]
@@ -114,6 +118,9 @@ class Request:
     num_cached: int | None = None
     """Prompt tokens that were not computed since they were found in the cache; None before the first start."""
     num_preemptions: int = 0
+    shown_prompt: list[int] | None = None
+    """The prompt as outputs have it, whose readers may change it."""
+    text: IncrementalDecoder | None = None
     _packed_params: bytes | None = None
 
     @property
@@ -171,10 +178,10 @@ class Request:
         """
         now = self.finished_s if self.finished_s is not None else time.monotonic()
         times = self.token_times_s or []
-        first = times[0] if times else now
+        first, last = (times[0], times[-1]) if times else (now, now)
         found = {
             "ttft_s": first - self.arrived_s,
-            "decode_s": now - first,
+            "decode_s": last - first,
             "cached_tokens": self.num_cached or 0,
             "preemptions": self.num_preemptions,
         }

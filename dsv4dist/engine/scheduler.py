@@ -53,11 +53,15 @@ class Scheduler:
         self.num_waiting += 1
 
     def take_over(self, before: Scheduler) -> None:
-        """Queue all that another scheduler left unfinished when its caches were lost; its counts go on here."""
+        """Queue all that another scheduler left unfinished when its caches were lost, and its counts."""
         for request in before.unfinished:
             request.restart()
             request.tables = BlockTables()
             self.add(request)
+        self.take_counts(before)
+
+    def take_counts(self, before: Scheduler) -> None:
+        """Go on with the counts of another scheduler."""
         self.num_preemptions = before.num_preemptions
         for name, pool in self.blocks.pools.items():
             pool.evictions = before.blocks.pools[name].evictions
@@ -109,9 +113,10 @@ class Scheduler:
             return 1
         left = min(one.request.max_total_tokens - one.request.num_tokens for one in chosen)
         steps = min(limit, left, max(1, self.max_num_batched_tokens // len(chosen)))
+        while steps > 1 and not self.blocks.fit_together((r.tables, r.num_computed + steps) for r, _ in chosen):
+            steps -= 1
         for request, _ in chosen:
-            while steps > 1 and not self.blocks.extend(request.tables, request.num_computed + steps):
-                steps -= 1
+            self.blocks.extend(request.tables, request.num_computed + steps)
         return steps
 
     def advance(self, chosen: Sequence[ScheduledRequest], kept: Sequence[int] | None = None) -> None:

@@ -52,9 +52,16 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.shown = ""
+        """All pieces so far."""
         self._ids: list[int] = []
         self._context = 0  # start of the tokens that the next piece's text may depend on
         self._shown = 0  # tokens before this one are in the pieces returned so far
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it was given."""
+        return len(self._ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; returns the text that they complete, which may be empty."""
@@ -63,12 +70,14 @@ class IncrementalDecoder:
         if not text or text.endswith(_INCOMPLETE):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
+        self.shown += text
         return text
 
     def finish(self) -> str:
         """The rest, in which incomplete characters are U+FFFD; nothing can be added afterwards."""
         text = self._pending()
         self._context = self._shown = len(self._ids)
+        self.shown += text
         return text
 
     def _pending(self) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dsv4dist.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 
@@ -22,8 +24,11 @@ class StepTrace:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Raises: OSError when the file cannot be written."""
-        self._file = path.open("w", encoding="utf-8") if path is not None else None
+        """Raises: ConfigError when the file cannot be written."""
+        try:
+            self._file = path.open("w", encoding="utf-8") if path is not None else None
+        except OSError as error:
+            raise ConfigError(f"--trace {path}: {error.strerror}; choose a file that can be written") from None
         self._started = time.perf_counter()
         self._first = True
         self._write('{"displayTimeUnit": "ms", "traceEvents": [')

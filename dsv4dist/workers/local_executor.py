@@ -12,8 +12,9 @@ import torch
 
 from dsv4dist.distributed.comm import SingleProcess
 from dsv4dist.distributed.tp import TpInfo
-from dsv4dist.errors import UnsupportedError, WorkerError
+from dsv4dist.errors import UnsupportedError
 from dsv4dist.workers.executor import RankInfo, StepResult, WorkerReport
+from dsv4dist.workers.failure import FailureKind, RankFailure
 from dsv4dist.workers.packet import Int32Array
 from dsv4dist.workers.runner import RunnerFactory
 
@@ -38,17 +39,19 @@ class LocalExecutor:
         num_blocks = self.runner.cache_block_limits()
         decode = self.runner.allocate(num_blocks)
         rank = RankInfo(0, "", socket.gethostname(), os.getpid(), str(self.runner.device), gpu_id="")
-        return WorkerReport(
+        self._report = WorkerReport(
             num_cache_blocks=num_blocks,
             ranks=[rank],
             skipped_draft_tensors=self.runner.skipped_draft_tensors,
             load_s=time.monotonic() - started,
             decode=decode,
         )
+        return self._report
 
     def restart(self) -> WorkerReport:
-        """Never possible: what ends this rank ends the caller too."""
-        raise WorkerError("a rank inside the calling process cannot be started again")
+        """Go on after an interrupted step, with the same weights and the same memory for caches."""
+        self._results = iter(())
+        return self._report
 
     def check(self) -> None:
         """The rank is there as long as the caller."""
@@ -57,8 +60,13 @@ class LocalExecutor:
         self._results = chain(self._results, self.runner.execute(packet))
 
     def collect(self) -> StepResult:
-        result = next(self._results, None)
-        assert result is not None, "collect follows submit, and no error"
+        try:
+            result = next(self._results, None)
+        except BaseException:
+            self._results = iter(())  # an iterator that raised gives nothing more
+            raise
+        if result is None:
+            raise RankFailure(0, FailureKind.LOST, "its step was interrupted and has no result", time.time())
         return result
 
     def execute(self, packet: Int32Array) -> StepResult:
