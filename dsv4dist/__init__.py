@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dsv4dist.config.runtime import EngineConfig
+    from dsv4dist.engine.async_engine import AsyncEngine
     from dsv4dist.engine.engine import Engine
     from dsv4dist.engine.request import RequestOutput, SamplingParams, ScoreOutput
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "EngineConfig", "RequestOutput", "SamplingParams", "ScoreOutput"]
+__all__ = ["AsyncEngine", "Engine", "EngineConfig", "RequestOutput", "SamplingParams", "ScoreOutput"]
 
 _HOMES = {
+    "AsyncEngine": "dsv4dist.engine.async_engine",
     "Engine": "dsv4dist.engine.engine",
     "EngineConfig": "dsv4dist.config.runtime",
     "RequestOutput": "dsv4dist.engine.request",

@@ -16,8 +16,8 @@ from typer.main import get_command
 
 from dsv4dist.cli import bench, compile, generate, info, make_checkpoint, plan, score, smoke
 from dsv4dist.cli.options import OptionError
-from dsv4dist.cli.output import complain, occupy_standard_descriptors
-from dsv4dist.cli.signals import Interrupted, signals_raise
+from dsv4dist.cli.output import complain, prepare_standard_streams
+from dsv4dist.cli.signals import Interrupted, received_signal, signals_raise
 from dsv4dist.env import DEBUG_SWITCH, debug_wanted
 from dsv4dist.errors import Dsv4Error
 
@@ -78,8 +78,9 @@ def run(arguments: list[str]) -> int:
         # Ray, while it starts, answers SIGTERM by sys.exit(SIGTERM).
         return _interrupted(signal.SIGTERM) if end.code == signal.SIGTERM else _code(end.code)
     except Exception as error:
-        if isinstance(error.__cause__, Interrupted):  # the SystemError that compiled code of Ray makes of it
-            return _interrupted(error.__cause__.signum)
+        signum = received_signal()
+        if signum is not None:  # compiled code makes a SystemError of it, a half done import others
+            return _interrupted(signum)
         if debug_wanted():
             traceback.print_exc()
         text, code = _describe(error, arguments)
@@ -127,7 +128,7 @@ def _describe_usage(error: Any, arguments: list[str]) -> str:
 
 def main() -> None:
     """Entry point of the `dsv4dist` executable."""
-    occupy_standard_descriptors()
+    prepare_standard_streams()
     code = run(sys.argv[1:])
     if code > 128:
         # Everything is ended by now. Ray's exit handlers would only look for processes that are gone, or abort.

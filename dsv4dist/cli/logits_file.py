@@ -25,14 +25,14 @@ class LogitsFile:
 
     def __init__(self, path: Path, names: list[str]) -> None:
         self._path = path
-        self._part = path.with_name(path.name + ".part")
+        self._part = path.with_name(f"{path.name}.{os.getpid()}.part")
         room = 2 + sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names)
         self._header_bytes = (room + 7) // 8 * 8
         self._entries: dict[str, dict[str, object]] = {}
         self._data_bytes = 0
 
     def __enter__(self) -> LogitsFile:
-        self._file = FileIO(self._part, "w")
+        self._file = FileIO(self._part, "x")
         append(self._file, bytes(8 + self._header_bytes))  # no hole: a disk that fills up must still take the header
         return self
 

@@ -71,7 +71,8 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
     """One option as a parameter of the kind that typer reads."""
-    flags = NAMES.get(name, ("--" + name.replace("_", "-"),))
+    own = "--" + name.replace("_", "-")
+    flags = NAMES.get(name, (f"{own}/--no-{own[2:]}" if default is True else own,))
     if name == "model":
         kind = str  # messages then show what was typed
     if name == "trace":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -30,8 +31,10 @@ def complain(text: str) -> None:
     print("dsv4dist: " + " ".join(text.split()), file=sys.stderr, flush=True)
 
 
-def occupy_standard_descriptors() -> None:
-    """Put the null device where standard streams were closed, or files opened later would get what is printed."""
+def prepare_standard_streams() -> None:
+    """Make printing safe: characters that a stream's encoding lacks are escaped, and closed streams are occupied.
+
+    Files opened later would else get the number of a closed one, and what is printed."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -39,6 +42,9 @@ def occupy_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -116,7 +122,9 @@ def open_results(output: Path | None, to_stdout: bool) -> Iterator[JsonLines]:
 def _open_late(output: Path) -> Iterator[FileIO]:
     is_new = not output.exists()
     try:
-        file = FileIO(output, "a")
+        file = FileIO(output, "x" if is_new else "a")
+    except FileExistsError:
+        raise OptionError(f"--output {output}: another run has just begun to write it; choose another name") from None
     except OSError as error:
         raise OptionError(f"--output {output}: {error.strerror}; choose a file that can be written") from None
     try:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dsv4dist.cli.options import OptionError
-from dsv4dist.cli.output import JsonOption
+from dsv4dist.cli.output import JsonOption, complain
 from dsv4dist.config.model import load_model_config
 from dsv4dist.config.presets import RELEASE_NAMES, preset_config
 from dsv4dist.config.resolve import check_fp8_cache
@@ -68,6 +68,8 @@ def command(
     rows.insert(2, {"item": "step buffers", "bytes": buffer_bytes, "per": "rank"})
     for row in rows:
         print(json.dumps(row) if as_json else _readable(row))
+    if not rows[-1]["count"]:
+        complain("not one request fits; take more ranks (--tp), a larger --gpu or a shorter --context")
 
 
 def _choice(flag: str, value: str, choices: tuple[str, ...]) -> None:

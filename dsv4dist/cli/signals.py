@@ -41,7 +41,8 @@ class _Watch:
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.noticed_at is None:
-            self.noticed_at = now
+            global _received
+            self.noticed_at, _received = now, signum
             raise Interrupted(signum)
         if now - self.noticed_at > _SAME_EVENT_S:
             os._exit(128 + signum)
@@ -79,6 +80,12 @@ class _Watch:
 
 
 _watch: _Watch | None = None
+_received: int | None = None
+
+
+def received_signal() -> int | None:
+    """The signal that was raised as Interrupted; code that it met, an import for one, may make another error of it."""
+    return _received
 
 
 @contextmanager
@@ -86,8 +93,8 @@ def signals_raise() -> Iterator[None]:
     """Raise Interrupted in the main thread for the first of SIGNALS; a second one ends the process at once.
 
     The process also ends, with the same exit code, when it has not ended by itself EXIT_LIMIT_S later."""
-    global _watch
-    _watch = _Watch()
+    global _watch, _received
+    _watch, _received = _Watch(), None
     before: dict[signal.Signals, Any] = {one: signal.getsignal(one) for one in SIGNALS}
     wakeup_before = signal.set_wakeup_fd(_watch.write_end, warn_on_full_buffer=False)
     hook_before, sys.unraisablehook = sys.unraisablehook, _watch.on_unraisable

@@ -95,6 +95,11 @@ def test_the_command_refuses_what_a_run_refuses(
     assert "--kv-cache-dtype fp8_ds_mla needs head_dim = 512" in capsys.readouterr().err
 
 
+def test_the_command_says_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "pro", "--gpu", "h100"]) == 0
+    assert "not one request fits" in capsys.readouterr().err
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", "flash", "--tp", "8", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

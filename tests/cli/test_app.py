@@ -19,7 +19,6 @@ from safetensors.torch import load, save_file
 import dsv4dist
 from dsv4dist.cli import info
 from dsv4dist.cli.app import run
-from dsv4dist.cli.signals import Interrupted
 from dsv4dist.errors import ShapeError
 from tests.cli.support import LOCAL, fails, succeeds
 
@@ -180,12 +179,21 @@ def ended(command: str) -> tuple[int, str, str]:
 def test_closed_standard_streams() -> None:
     code, _, err = ended("$CLI generate --model x --input - <&-")
     assert (code, err) == (2, "dsv4dist: error: --input -: standard input is closed; give a file of JSON lines\n")
-    code, _, err = ended("$CLI plan --model flash --json >&-")
+    code, _, err = ended("$CLI plan --model flash --tp 8 --json >&-")
     assert (code, err.count("\n")) == (0, 0)
     code, _, err = ended("$CLI info --json >&-")
     assert (code, err.count("\n")) == (2, 1)
     assert "--json: standard output is closed" in err
     assert ended("$CLI generate --model /nowhere --prompt a 2>&-") == (1, "", "")
+
+
+def test_characters_that_a_terminal_lacks_are_escaped() -> None:
+    code, _, err = ended("PYTHONIOENCODING=ascii $CLI generate --model /nowhere/模型 --prompt é")
+    assert (code, err) == (1, "dsv4dist: error: /nowhere/\\u6a21\\u578b: no such directory; give the folder that holds "
+                             "config.json and the weights\n")  # fmt: skip
+    code, out, _ = ended("PYTHONIOENCODING=ascii $CLI make-checkpoint /tmp/$$é --preset tiny-swa; rm -r /tmp/$$é")
+    assert code == 0
+    assert "\\xe9: tiny-swa" in out
 
 
 def test_a_reader_that_goes_away_is_told() -> None:
@@ -200,16 +208,17 @@ def test_module_exits_with_the_code() -> None:
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-def test_a_signal_inside_compiled_code_is_still_a_signal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's compiled calls turn the exception that a signal raises in them into a SystemError."""
+@pytest.mark.parametrize("error", [SystemError("returned a result with an exception set"), ImportError("half done")])
+def test_a_signal_that_became_another_error_is_still_a_signal(
+    error: Exception, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's compiled calls make a SystemError of it, imports leave modules without their contents."""
 
     class Interrupting:
         def main(self, **options: object) -> None:
-            try:
-                raise Interrupted(signal.SIGTERM)
-            except Interrupted as interrupt:
-                raise SystemError("returned a result with an exception set") from interrupt
+            raise error
 
+    monkeypatch.setattr("dsv4dist.cli.app.received_signal", lambda: signal.SIGTERM)  # a real one would end the tests
     monkeypatch.setattr("dsv4dist.cli.app.get_command", lambda app: Interrupting())
     assert run(["generate"]) == 128 + signal.SIGTERM
     assert "interrupted by SIGTERM" in capsys.readouterr().err

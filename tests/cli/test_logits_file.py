@@ -29,6 +29,15 @@ def test_round_trip(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_files_with_similar_names_are_left_alone(tmp_path: Path) -> None:
+    neighbour = tmp_path / "logits.safetensors.part"
+    neighbour.write_text("kept")
+    with LogitsFile(tmp_path / "logits.safetensors", ["a"]) as file:
+        file.add("a", np.ones((2, 3), np.float32))
+    assert neighbour.read_text() == "kept"
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "logits.safetensors", neighbour]
+
+
 def test_what_was_added_before_a_failure_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "logits.safetensors"
     with suppress(KeyboardInterrupt), LogitsFile(path, ["a", "b"]) as file:

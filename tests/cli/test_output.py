@@ -79,6 +79,18 @@ def test_new_file_without_lines_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_second_run_does_not_write_into_the_first_ones_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out.jsonl"
+    with open_results(output, False) as lines:
+        lines.write({"id": "a"})
+        monkeypatch.setattr(Path, "exists", lambda path: False)  # the other one looked before
+        with pytest.raises(OptionError, match="another run"), open_results(output, False):
+            pass
+        monkeypatch.undo()
+        lines.write({"id": "b"})
+    assert json_lines(output) == [{"id": "a"}, {"id": "b"}]
+
+
 def test_a_device_takes_lines() -> None:
     with open_results(Path(os.devnull), False) as lines:
         lines.write({})
