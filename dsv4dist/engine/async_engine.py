@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from dsv4dist.config.runtime import EngineConfig
-from dsv4dist.engine.core import EngineCore, Prompt
+from dsv4dist.engine.core import EngineCore
 from dsv4dist.engine.engine import Engine
+from dsv4dist.engine.prompts import Prompt
 from dsv4dist.engine.request import Request, RequestOutput, SamplingParams
 from dsv4dist.errors import RequestError, WorkerError
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -18,18 +17,16 @@ from dsv4dist.cache.groups import cache_groups
 from dsv4dist.cache.prefix_cache import PrefixCache
 from dsv4dist.config.resolve import RunConfig
 from dsv4dist.engine.metrics import Metrics
+from dsv4dist.engine.prompts import Prompt, check_list, prompt_ids
 from dsv4dist.engine.recovery import Recovery
 from dsv4dist.engine.request import Request, RequestOutput, SamplingParams, ScoreOutput
 from dsv4dist.engine.scheduler import ScheduledRequest, Scheduler
 from dsv4dist.engine.step_plan import build_step_plan
-from dsv4dist.engine.tokenizer import Tokenizer, encode_prompt
+from dsv4dist.engine.tokenizer import Tokenizer
 from dsv4dist.engine.trace import StepTrace
 from dsv4dist.errors import NOT_FINITE, RequestError, WorkerError, one_error
 from dsv4dist.workers.executor import NO_TOKEN, Executor, StepResult
 from dsv4dist.workers.packet import RowKind, StepPlan
-
-Prompt = str | Sequence[int]
-
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +199,7 @@ class EngineCore:
         Raises: RequestError before anything runs; WorkerError.
         """
         ids = list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))]
-        _check_list("sequences", sequences)
+        check_list("sequences", sequences)
         if len(ids) != len(sequences):
             raise RequestError(f"{len(ids)} ids for {len(sequences)} sequences; give one for each")
         kind = RowKind.SCORE_LOGITS if return_logits else RowKind.SCORE
@@ -218,7 +215,7 @@ class EngineCore:
             self._queue(request)
         for _ in self._serve(requests):
             pass
-        lost = [f"sequence {request.id} {request.error}" for request in requests if request.finish_reason == "error"]
+        lost = [f"sequence {one.id} {one.error or 'was aborted'}" for one in requests if one.finish_reason != "length"]
         if lost:
             raise one_error(WorkerError, "scores", lost)
         return [_score_output(request, return_logits) for request in requests]
@@ -425,7 +422,7 @@ class EngineCore:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         """Queue all prompts or, if one of them is refused, none."""
-        _check_list("prompts", prompts)
+        check_list("prompts", prompts)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one for each")
@@ -466,17 +463,7 @@ class EngineCore:
         self._scheduler.add(request)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            tokens = encode_prompt(self.tokenizer, prompt, self.config.directory)
-        else:
-            tokens = [_token_id(token) for token in prompt]
-        if not tokens:
-            raise RequestError("the prompt is empty; give at least one token")
-        vocab = self.config.model.vocab_size
-        outside = next((token for token in tokens if not 0 <= token < vocab), None)
-        if outside is not None:
-            raise RequestError(f"token id {outside} is out of range; the vocabulary has ids 0 to {vocab - 1}")
-        return tokens
+        return prompt_ids(prompt, self.tokenizer, self.config.directory, self.config.model.vocab_size)
 
     def _make_scheduler(self) -> Scheduler:
         config = self.config
@@ -484,23 +471,6 @@ class EngineCore:
         blocks = BlockManager(groups, self.report.num_cache_blocks)
         prefix_cache = PrefixCache(blocks) if config.enable_prefix_caching else None
         return Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, prefix_cache)
-
-
-def _check_list(what: str, prompts: object) -> None:
-    """Refuse one prompt where several are expected.  Raises: RequestError."""
-    if isinstance(prompts, str):
-        raise RequestError(f"{what} is a text; give a list of texts or of lists of token ids")
-    if isinstance(prompts, Sequence) and any(isinstance(one, int) for one in prompts):
-        raise RequestError(f"{what} is a list of token ids; give a list of such lists or of texts")
-
-
-def _token_id(token: object) -> int:
-    try:
-        if isinstance(token, bool):
-            raise TypeError
-        return operator.index(token)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise RequestError(f"token id {token!r} is not an integer") from None
 
 
 def _score_output(request: Request, with_logits: bool) -> ScoreOutput:

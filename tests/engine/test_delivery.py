@@ -178,6 +178,19 @@ def test_prompts_of_another_form_are_refused() -> None:
     assert output.token_ids == alone([1, 2], 200, True)
 
 
+def test_scores_of_an_aborted_sequence_are_an_error() -> None:
+    engine = simulated_engine(max_num_batched_tokens=64)
+    collect = engine._executor.collect
+
+    def aborting() -> Any:
+        engine.abort("second")
+        return collect()
+
+    engine._executor.collect = aborting  # type: ignore[method-assign]
+    with pytest.raises(WorkerError, match="scores: sequence second was aborted"):
+        engine.score([[1] * 100, [2] * 100], request_ids=["first", "second"])
+
+
 def test_counts_are_of_every_row_and_states_of_now() -> None:
     engine = simulated_engine(run_ahead=16)
     for name in "ab":
