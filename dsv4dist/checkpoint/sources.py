@@ -95,6 +95,8 @@ def find_sources(directory: Path, config: ModelConfig, num_draft_layers: int = 0
     The parameters of the first `num_draft_layers` draft layers are asked for too; tensors of the others are skipped.
     """
     index = open_index(directory)
+    if num_draft_layers and not any((release_name(name) or "").startswith("mtp.") for name in index.tensors):
+        raise CheckpointError(f"{directory}: holds no draft layer (mtp.0); leave --speculative-tokens out")
     problems = _Problems()
     drafts = (draft_parameters(config, draft) for draft in range(num_draft_layers))
     parameters = {parameter.name: parameter for parameter in chain(model_parameters(config), *drafts)}

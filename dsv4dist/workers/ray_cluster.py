@@ -105,7 +105,8 @@ def connect_ray(address: str, tp_size: int) -> RayConnection:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = f"Ray at {target}" if target else "a private Ray instance"
         text = " ".join(str(error).split())[:300]
-        raise WorkerError(f"{where} does not start or answer: {text}; check --address and `ray status`") from error
+        advice = "set TMPDIR to a shorter path" if "AF_UNIX path" in text else "check --address and `ray status`"
+        raise WorkerError(f"{where} does not start or answer: {text}; {advice}") from error
     if threading.current_thread() is threading.main_thread() and on_term is not None:
         signal.signal(signal.SIGTERM, on_term)  # Ray puts a handler there that aborts the process
     connection = _connection(private=target is None, joined=True)

@@ -61,6 +61,12 @@ def test_all_problems_in_one_message(checkpoint: Checkpoint, tmp_path: Path) -> 
         assert part in text, part
 
 
+def test_drafts_of_a_checkpoint_without_a_draft_layer(checkpoint: Checkpoint) -> None:
+    directory = checkpoint("tiny", format="transformers")
+    with pytest.raises(CheckpointError, match=r"no draft layer \(mtp\.0\); leave --speculative-tokens out"):
+        check_checkpoint(directory, load_model_config(directory), num_draft_layers=1)
+
+
 def test_long_lists_are_cut(checkpoint: Checkpoint, tmp_path: Path) -> None:
     def change(tensors: Tensors) -> Tensors:
         return {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
