@@ -151,11 +151,11 @@ def _refusal(size: int, resource: str, strategy: str | None, why: str) -> str:
     hint = ""
     if resource == "GPU" and not any(node.gpus for node in nodes):
         hint = " (Ray finds AMD GPUs through the Python package amdsmi; --device cpu needs none)"
-    ranks, smaller = f"{size} ranks", "use a smaller --tensor-parallel-size, or "
+    ranks, smaller = f"{size} ranks with", "use a smaller --tensor-parallel-size, or "
     if size == 1:
-        ranks, smaller = "1 rank", ""
+        ranks, smaller = "1 rank with", ""
     return (
-        f"placement of {ranks} with 1 {resource} each{spread}: {why}; nodes have {resource}: {has or 'none'}"
+        f"placement of {ranks} 1 {resource} each{spread}: {why}; nodes have {resource}: {has or 'none'}"
         f"{hint}; {smaller}see `ray status`"
     )
 
