@@ -95,12 +95,12 @@ def find_sources(directory: Path, config: ModelConfig, num_draft_layers: int = 0
     The parameters of the first `num_draft_layers` draft layers are asked for too; tensors of the others are skipped.
     """
     index = open_index(directory)
-    if num_draft_layers and not any((release_name(name) or "").startswith("mtp.") for name in index.tensors):
-        raise CheckpointError(f"{directory}: holds no draft layer (mtp.0); leave --speculative-tokens out")
     problems = _Problems()
     drafts = (draft_parameters(config, draft) for draft in range(num_draft_layers))
     parameters = {parameter.name: parameter for parameter in chain(model_parameters(config), *drafts)}
     stored, scales, draft, unknown = _by_release_name(index, parameters, config, problems)
+    if num_draft_layers and not any(is_draft_name(name) for name in stored):
+        raise CheckpointError(f"{directory}: holds no draft layer (mtp.0); leave --speculative-tokens out")
     sources = []
     for parameter in parameters.values():
         source = _source_of(parameter, stored, scales, config, problems)
